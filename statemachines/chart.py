@@ -125,7 +125,7 @@ class Chart:
 
     name: str
     initial: Enum
-    final: Collection[Enum] = field(converter=frozenset[Enum])
+    final: Collection[Enum] = field(converter=frozenset)
     states: Mapping[Enum, str] = field(repr=False)
     facts: Mapping[str, str] = field(repr=False)
     rows: Sequence[Edge | Everywhere] = field(repr=False)
