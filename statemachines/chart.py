@@ -6,8 +6,9 @@ reads no clock and calls nobody but the listeners of its subject. A table that i
 is refused when it is built, which is at import.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import combinations
 from typing import Protocol, Self
 
 import transitions
@@ -101,6 +102,10 @@ class MalformedChart(Exception):
     """The table breaks rules of the kit; the message lists every breach."""
 
 
+def _frozen(states: Iterable[Enum]) -> frozenset[Enum]:
+    return frozenset(states)
+
+
 def _frozen_states(sets: Mapping[str, Iterable[Enum]]) -> dict[str, frozenset[Enum]]:
     return {name: frozenset(members) for name, members in sets.items()}
 
@@ -125,15 +130,17 @@ class Chart:
 
     name: str
     initial: Enum
-    final: Collection[Enum] = field(converter=frozenset)
+    final: frozenset[Enum] = field(converter=_frozen)
     states: Mapping[Enum, str] = field(repr=False)
     facts: Mapping[str, str] = field(repr=False)
     rows: Sequence[Edge | Everywhere] = field(repr=False)
     guards: Mapping[str, str] = field(factory=dict, repr=False)
-    scopes: Mapping[str, Collection[Enum]] = field(
+    scopes: Mapping[str, frozenset[Enum]] = field(
         factory=dict, converter=_frozen_states, repr=False
     )
-    ends: Mapping[str, Collection[str]] = field(factory=dict, converter=_frozen_facts, repr=False)
+    ends: Mapping[str, frozenset[str]] = field(factory=dict, converter=_frozen_facts, repr=False)
+    #: Facts that mean the same in most states, under the word that pictures write for them.
+    groups: Mapping[str, Sequence[str]] = field(factory=dict, repr=False)
     compiled: bool = field(default=False, repr=False)
 
     #: The rows in order of declaration, with those that hold everywhere expanded.
@@ -314,16 +321,19 @@ def _about_paths(chart: Chart) -> Iterator[str]:
 
 def _about_scopes(chart: Chart) -> Iterator[str]:
     for name, members in chart.scopes.items():
-        if stray := set(members) - set(chart.open):
+        if stray := members - set(chart.open):
             yield f"scope {name} names states that are not open: {_list(stray)}"
+    for one, other in combinations(chart.scopes.values(), 2):
+        if (one & other) not in (one, other, frozenset()):
+            yield f"scopes overlap and do not nest: {_list(one)}; {_list(other)}"
     for scope, facts in chart.ends.items():
         if scope not in chart.scopes:
             yield f"facts that end an unknown scope: {scope}"
             continue
-        if strange := set(facts) - set(chart.facts):
+        if strange := facts - set(chart.facts):
             yield f"facts that end scope {scope} are in no row: {', '.join(sorted(strange))}"
         for edge in chart.edges:
-            if edge.fact in facts and {edge.source, edge.target} <= set(chart.scopes[scope]):
+            if edge.fact in facts and {edge.source, edge.target} <= chart.scopes[scope]:
                 yield f"row {_row(edge)} ends what lives in {scope} and stays inside"
 
 

@@ -86,6 +86,7 @@ REQUEST = Chart(
     },
     ends={"attempt": (*LOST, "overloaded", "rejected", "handed_back", "completed",
                       "lost_after_end")},
+    groups={"lost": LOST},
     rows=(
         Edge(S.QUEUED, "admitted", S.DISPATCHING,
              "the attempt begins; its legs are sent"),
