@@ -38,6 +38,7 @@ __all__ = [
     "WorkerSpec",
     "load_settings",
     "refuse_unavailable",
+    "unavailable_notes",
 ]
 
 POLICIES = (
@@ -122,7 +123,7 @@ class Settings:
         section="Workers",
     )
     prefill: tuple[WorkerSpec, ...] = option(
-        Workers("prefill", metavar="URL [BOOTSTRAP_PORT]"),
+        Workers("prefill", metavar="URL BOOTSTRAP_PORT"),
         (),
         "a prefill worker, repeatable; same options, and group=",
     )
@@ -269,7 +270,8 @@ class Settings:
     drain_timeout_secs: float = option(
         Seconds(),
         30.0,
-        "on SIGTERM, how long running requests may finish",
+        "how long running requests may finish after SIGTERM; a second signal ends at once",
+        section="Shutting down",
         aliases=("--drain-timeout", "--shutdown-drain-secs"),
     )
 
@@ -380,3 +382,11 @@ def refuse_unavailable(settings: Settings) -> None:
             raise SettingsError(
                 f"{each.flag} {shown}: {row.feature} is not available yet in this version"
             )
+
+
+def unavailable_notes() -> dict[str, str]:
+    """What `--help` and docs say beside the options of NOT_YET."""
+    return {
+        row.key: f"{' and '.join(map(str, row.values))} not available yet".strip()
+        for row in NOT_YET
+    }

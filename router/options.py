@@ -27,7 +27,7 @@ MASK = "********"
 
 ENV_PREFIX = "BATON_"
 
-ENV_NOT_OPTIONS = frozenset({"BATON_CONFIG", "BATON_URL"})
+ENV_NOT_OPTIONS = frozenset({"BATON_CONFIG", "BATON_ROUTER_URL"})
 """Variables of ours that are no option of a class: the file itself, and the router that
 `baton workers` talks to."""
 
@@ -46,8 +46,11 @@ class Kind(ABC, Generic[T]):
 
     several = False
     """Takes any number of words: whitespace in the environment, an array in TOML."""
+    stands_alone = False
+    """As a flag it needs no word."""
     toml_types: tuple[type, ...] = (str,)
     secret = False
+    choices: tuple[str, ...] = ()
     metavar = "TEXT"
 
     @abstractmethod
@@ -182,6 +185,7 @@ class Switch(Kind[bool]):
     """On or off; as a flag it stands alone or takes true or false."""
 
     metavar: str = "BOOL"
+    stands_alone = True
     toml_types = (bool,)
 
     def parse(self, words: Sequence[str]) -> bool:
@@ -233,8 +237,10 @@ class Option:
     def env(self) -> str:
         return ENV_PREFIX + self.key.upper()
 
-    def default_words(self) -> list[str]:
-        return self.kind.words(self.default)
+    @property
+    def default_text(self) -> str:
+        """The default as it would be typed; empty where there is none."""
+        return " ".join(self.kind.words(self.default))
 
 
 def option(

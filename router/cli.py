@@ -1,0 +1,265 @@
+"""The command line: `baton COMMAND`.
+
+Only reading arguments happens here; each command hands over to the module that does the work, and
+that module is imported when the command is known, so that `--help` and mistakes answer at once.
+The flags of `serve` are not written down here: they are the table in `router.config`.
+A mistake in what was typed is one line on standard error and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn, get_args, get_type_hints
+
+import attrs
+
+from router.config import OPTIONS, load_settings, refuse_unavailable, unavailable_notes
+from router.options import Option, SettingsError, to_toml
+from router.remote import add_workers_commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    named = next((word for word in words if not word.startswith("-")), "")
+    arguments, unknown = build_parser(named).parse_known_args(words)
+    if unknown:
+        return complain(named, f"there is no {unknown[0]} (see baton {named} --help)")
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    return command(arguments)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: sixty flags of usage would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser(named: str) -> Parser:
+    """The parser of all commands; only the one that was named learns its arguments.
+
+    Some take them from modules that cost more to import than `baton --help` should.
+    """
+    # Abbreviated flags would change their meaning as soon as a longer one is added.
+    parser = Parser(
+        prog="baton",
+        allow_abbrev=False,
+        description="A router for LLM inference engines. Every request is an explicit, "
+        "model-checked state machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"baton {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, add, text in COMMANDS:
+        description = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
+        if name == named:
+            add(command)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("baton-router")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def complain(command: str, problem: object) -> int:
+    """Say on standard error what is wrong and return the exit code of a mistake."""
+    print(f"baton {command}: {problem}", file=sys.stderr)
+    return 2
+
+
+# --- serve -----------------------------------------------------------------------------------
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "baton serve [--worker-urls URL ...] [--config FILE] [OPTIONS]"
+    parser.epilog = (
+        "Every flag has an environment name, BATON_ and the flag in upper case with underscores, "
+        "and a key in the file, the flag with underscores. A flag wins over the environment, the "
+        "environment over the file. Several values are separated by whitespace in the "
+        "environment and are an array in the file."
+    )
+    parser.add_argument("--config", metavar="FILE", help="read settings from a TOML file")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the merged settings as TOML, secrets masked, and exit",
+    )
+    add_options(parser, OPTIONS, unavailable_notes())
+    parser.set_defaults(command=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        settings = load_settings(
+            given_words(arguments, OPTIONS),
+            os.environ,
+            arguments.config or os.environ.get("BATON_CONFIG") or None,
+        )
+        if arguments.print_config:
+            sys.stdout.write(to_toml(settings, OPTIONS))
+            return 0
+        refuse_unavailable(settings)
+    except SettingsError as problem:
+        return complain("serve", problem)
+    from router.app import run
+
+    return run(settings)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, table: Iterable[Option], notes: Mapping[str, str]
+) -> None:
+    """Give the parser one flag for each row; what was typed is read by `given_words`.
+
+    `notes` are added to the help of the options they are keyed by.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in table:
+        if each.section not in groups:
+            groups[each.section] = parser.add_argument_group(each.section.lower())
+        # argparse formats help texts with %.
+        text = help_text(each, notes.get(each.key)).replace("%", "%%")
+        _add_flag(groups[each.section], each.flag, each, text)
+        for alias in each.aliases:
+            _add_flag(groups[each.section], alias, each, argparse.SUPPRESS)
+
+
+def help_text(each: Option, note: str | None) -> str:
+    """The line of `--help`: what it means, what it may be, what it is when not given."""
+    choices = f"; one of {', '.join(each.kind.choices)}" if each.kind.choices else ""
+    default = f" (default {each.default_text})" if each.default_text else ""
+    return f"{each.help}{choices}{default}" + (f" [{note}]" if note else "")
+
+
+def _add_flag(group: argparse._ArgumentGroup, spelling: str, each: Option, text: str) -> None:
+    first, *others = each.kind.metavar.split()
+    if each.kind.several:
+        metavar = (first, others[0] if others else first)
+        group.add_argument(
+            spelling, dest=each.key, nargs="+", action="extend", metavar=metavar, help=text
+        )
+    elif each.kind.stands_alone:
+        group.add_argument(
+            spelling, dest=each.key, nargs="?", const="true", metavar=first, help=text
+        )
+    else:
+        group.add_argument(spelling, dest=each.key, metavar=first, help=text)
+
+
+def given_words(arguments: argparse.Namespace, table: Iterable[Option]) -> dict[str, list[str]]:
+    """The words that were typed for each option that was given."""
+    found: dict[str, list[str]] = {}
+    for each in table:
+        typed: str | list[str] | None = getattr(arguments, each.key)
+        if isinstance(typed, str):
+            found[each.key] = [typed]
+        elif typed is not None:
+            # A list that a shell or a compose file has quoted arrives as one word.
+            found[each.key] = [word for text in typed for word in text.split() or [""]]
+    return found
+
+
+# --- the other commands ----------------------------------------------------------------------
+
+SIM_HELP = {
+    "engine": "whose API, answers and ways to die are imitated",
+    "model": "name of the one model it serves",
+    "name": "what its log lines call it",
+    "host": "address to listen on",
+    "port": "port to listen on; 0 picks a free one",
+    "context_length": "longest sequence in tokens",
+    "token_seconds": "time between two tokens",
+    "first_token_seconds": "time before the first token",
+    "tokens_per_chunk": "tokens that leave in one event",
+    "eos_every": "how often an answer ends by itself: about once in so many tokens; 0 = never",
+    "seed": "engines with one seed give the same answers",
+    "faults": "what goes wrong, and when",
+    "sigterm": "what SIGTERM does",
+    "keep_alive_seconds": "how long an idle connection is kept",
+}
+"""The settings of a simulated engine that are flags; types and defaults are its own."""
+
+
+def _add_sim(parser: argparse.ArgumentParser) -> None:
+    from router.sim.settings import SimSettings
+
+    hints = get_type_hints(SimSettings)
+    for field in attrs.fields(SimSettings):
+        if field.name not in SIM_HELP:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = SIM_HELP[field.name]
+        if field.name == "faults":
+            parser.add_argument(flag, nargs="+", action="extend", default=[], help=text)
+            continue
+        choices = get_args(hints[field.name]) or None
+        kind = type(field.default)
+        parser.add_argument(
+            flag,
+            type=kind,
+            choices=choices,
+            default=field.default,
+            metavar=None if choices else {int: "N", float: "SECONDS", str: "TEXT"}[kind],
+            help=f"{text} (default {field.default})",
+        )
+    parser.set_defaults(command=_sim)
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    from router.sim.server import run
+    from router.sim.settings import SimSettings
+
+    try:
+        settings = SimSettings(**{name: getattr(arguments, name) for name in SIM_HELP})
+    except ValueError as problem:
+        return complain("sim", problem)
+    return run(settings)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    def demo(_: argparse.Namespace) -> int:
+        from router.demo import main
+
+        return main()
+
+    parser.set_defaults(command=demo)
+
+
+def _add_diagrams(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit 1 where a file is not up to date"
+    )
+
+    def diagrams(arguments: argparse.Namespace) -> int:
+        from router.reference import stale, write
+
+        return stale() if arguments.check else write()
+
+    parser.set_defaults(command=diagrams)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    def check(_: argparse.Namespace) -> int:
+        from statemachines.check import run_checks
+
+        return run_checks()
+
+    parser.set_defaults(command=check)
+
+
+COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
+    ("serve", _add_serve, "run the router"),
+    ("sim", _add_sim, "run a simulated engine"),
+    ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
+    ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),
+    ("check", _add_check, "model-check the state machines"),
+    ("workers", add_workers_commands, "see and change the workers of a running router"),
+)
