@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn, get_args, get_type_hints
 
 import attrs
@@ -237,13 +238,25 @@ def _add_diagrams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="only compare; exit 1 where a file is not up to date"
     )
+    parser.add_argument(
+        "--root", default=".", metavar="DIR", help="where diagrams/ and docs/ are (default .)"
+    )
+    parser.set_defaults(command=_diagrams)
 
-    def diagrams(arguments: argparse.Namespace) -> int:
-        from router.reference import stale, write
 
-        return stale() if arguments.check else write()
+def _diagrams(arguments: argparse.Namespace) -> int:
+    from router.reference import blocks
+    from statemachines.generated import stale, write
 
-    parser.set_defaults(command=diagrams)
+    root = Path(arguments.root)
+    if arguments.check:
+        found = stale(root, blocks())
+        for path in found:
+            print(f"not up to date: {path}")
+        return 1 if found else 0
+    for path in write(root, blocks()):
+        print(f"written: {path}")
+    return 0
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

@@ -300,7 +300,7 @@ class Settings:
     )
 
     log_format: str = option(
-        Word(LOG_FORMATS), "text", "json writes one object a line", section="Logs"
+        Word(LOG_FORMATS), "text", "how a line is written; json = one object a line", section="Logs"
     )
     log_level: str = option(Word(LOG_LEVELS), "info", "lowest level that is written")
 

@@ -21,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from router.workerspec import ROLES
 from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Edge
 from statemachines.leg import OUTCOMES
 from statemachines.request import RequestState
@@ -54,102 +55,125 @@ FIRST_TOKEN_BOUNDS = (
 
 
 @frozen
+class Label:
+    """One label with the values it can have; none means the ids of the workers."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@frozen
 class Metric:
     """One metric as it is documented."""
 
     name: str
     kind: str
-    labels: tuple[str, ...]
+    labels: tuple[Label, ...]
     help: str
     addition: bool = False
     """Not in the published contract."""
 
 
+def _values(states: Iterable[Enum]) -> tuple[str, ...]:
+    return tuple(state.value for state in states)
+
+
+RETRIES = tuple(
+    edge
+    for edge in REQUEST.edges
+    if edge.source is RequestState.DISPATCHING and edge.target is RequestState.QUEUED
+)
+"""A retry is a row of the request chart, so nothing counts it a second time."""
+
+_EDGES = tuple(edge for chart in CHARTS for edge in chart.edges)
+_OUTCOMES = tuple(dict.fromkeys(OUTCOMES.values()))
+
+_ROUTE = Label("route", ROUTES)
+_WORKER = Label("worker")
+
 TABLE = (
     Metric(
         "baton_requests_total",
         "counter",
-        ("route", "outcome"),
+        (_ROUTE, Label("outcome", _values(s for s in REQUEST.states if s in REQUEST.final))),
         "Requests that ended, by the final state of the request machine.",
     ),
     Metric(
         "baton_request_duration_seconds",
         "histogram",
-        ("route",),
+        (_ROUTE,),
         "From the request's head to the end of its answer.",
     ),
     Metric(
         "baton_time_to_first_token_seconds",
         "histogram",
-        ("route",),
+        (_ROUTE,),
         "From the request's head to its first event with content; streams only.",
     ),
     Metric(
         "baton_requests_open",
         "gauge",
-        ("state",),
+        (Label("state", _values(REQUEST.open)),),
         "Live requests, by the state of the request machine.",
     ),
     Metric(
         "baton_transitions_total",
         "counter",
-        ("machine", "source", "fact", "target"),
+        (
+            Label("machine", tuple(chart.name for chart in CHARTS)),
+            Label("source", _values(edge.source for edge in _EDGES)),
+            Label("fact", tuple(edge.fact for edge in _EDGES)),
+            Label("target", _values(edge.target for edge in _EDGES)),
+        ),
         "Edges taken; one series for every row of every chart.",
     ),
     Metric(
         "baton_worker_requests_total",
         "counter",
-        ("worker", "role", "outcome"),
+        (_WORKER, Label("role", ROLES), Label("outcome", _OUTCOMES)),
         "Legs that ended on a worker; 429 and 503 are backpressure.",
     ),
     Metric(
         "baton_stream_outcome_total",
         "counter",
-        ("worker", "outcome"),
+        (_WORKER, Label("outcome", STREAM_OUTCOMES)),
         "How streams ended, by the worker that carried them last.",
     ),
-    Metric("baton_worker_inflight", "gauge", ("worker",), "Live legs on a worker."),
+    Metric("baton_worker_inflight", "gauge", (_WORKER,), "Live legs on a worker."),
     Metric(
         "baton_worker_state",
         "gauge",
-        ("worker", "state"),
+        (_WORKER, Label("state", _values(WORKER.states))),
         "1 for the state the worker is in, 0 for the others.",
     ),
     Metric(
         "baton_breaker_state",
         "gauge",
-        ("worker", "state"),
+        (_WORKER, Label("state", _values(BREAKER.states))),
         "1 for the state the worker's breaker is in, 0 for the others.",
     ),
     Metric(
         "baton_retries_total",
         "counter",
-        ("reason",),
+        (Label("reason", tuple(edge.fact for edge in RETRIES)),),
         "Requests that went back to choosing another worker before the client had received "
         "anything, by the fact that sent them back.",
     ),
     Metric(
         "baton_breaker_overridden_total",
         "counter",
-        ("worker",),
+        (_WORKER,),
         "Requests sent to a worker whose breaker was open, because all were.",
         addition=True,
     ),
     Metric(
         "baton_internal_errors_total",
         "counter",
-        ("place",),
+        (Label("place", ERROR_PLACES),),
         "Unexpected exceptions, each a bug of the router's, by where they were caught.",
         addition=True,
     ),
 )
-
-_RETRIES = {
-    (REQUEST.name, edge.source.value, edge.fact, edge.target.value): edge.fact
-    for edge in REQUEST.edges
-    if edge.source is RequestState.DISPATCHING and edge.target is RequestState.QUEUED
-}
-"""A retry is a row of the request chart; nothing counts it a second time."""
 
 
 # --- what is read while scraping -------------------------------------------------------------
@@ -219,7 +243,7 @@ class Metrics(Collector):
         self._source = source
         self._registry = CollectorRegistry(auto_describe=False)
         self._requests: Counts = {
-            (route, str(final.value)): 0 for route in ROUTES for final in _finals()
+            (route, str(state.value)): 0 for route in ROUTES for state in REQUEST.final
         }
         self._durations = {route: Histogram(DURATION_BOUNDS) for route in ROUTES}
         self._first_tokens = {route: Histogram(FIRST_TOKEN_BOUNDS) for route in ROUTES}
@@ -258,7 +282,7 @@ class Metrics(Collector):
 
     def worker_joined(self, worker: str, role: str) -> None:
         """From here on the worker has series; joining again keeps what was counted."""
-        for leg_outcome in OUTCOMES.values():
+        for leg_outcome in _OUTCOMES:
             self._worker_requests.setdefault((worker, role, leg_outcome), 0)
         for stream_outcome in STREAM_OUTCOMES:
             self._streams.setdefault((worker, stream_outcome), 0)
@@ -292,7 +316,7 @@ class Metrics(Collector):
         for row in TABLE:
             family = Family(row.name.removesuffix("_total"), row.help, row.kind)
             for key, value in samples[row.name].items():
-                labels = dict(zip(row.labels, key, strict=True))
+                labels = {label.name: word for label, word in zip(row.labels, key, strict=True)}
                 if isinstance(value, Histogram):
                     value.add_to(family, labels)
                 else:
@@ -300,14 +324,13 @@ class Metrics(Collector):
             yield family
 
     def _samples(self) -> dict[str, Mapping[tuple[str, ...], int | Histogram]]:
-        transitions = self._transitions()
         workers = list(self._source.workers())
         return {
             "baton_requests_total": self._requests,
             "baton_request_duration_seconds": {(r,): h for r, h in self._durations.items()},
             "baton_time_to_first_token_seconds": {(r,): h for r, h in self._first_tokens.items()},
             "baton_requests_open": self._open_requests(),
-            "baton_transitions_total": transitions,
+            "baton_transitions_total": self._transitions(),
             "baton_worker_requests_total": self._worker_requests,
             "baton_stream_outcome_total": self._streams,
             "baton_worker_inflight": {(w.id,): w.inflight for w in workers},
@@ -315,28 +338,25 @@ class Metrics(Collector):
             "baton_breaker_state": _one_hot(
                 ((w.id, w.breaker.state) for w in workers), BREAKER.states
             ),
-            "baton_retries_total": {(fact,): transitions[key] for key, fact in _RETRIES.items()},
+            "baton_retries_total": {
+                (edge.fact,): self._edges[REQUEST.name][id(edge)] for edge in RETRIES
+            },
             "baton_breaker_overridden_total": self._overridden,
             "baton_internal_errors_total": self._internal_errors,
         }
 
     def _transitions(self) -> Counts:
-        return {
-            (chart.name, edge.source.value, edge.fact, edge.target.value): self._edges[chart.name][
-                id(edge)
-            ]
-            for chart in CHARTS
-            for edge in chart.edges
-        }
+        found: Counts = {}
+        for chart in CHARTS:
+            taken = self._edges[chart.name]
+            for edge in chart.edges:
+                key = (chart.name, edge.source.value, edge.fact, edge.target.value)
+                found[key] = taken[id(edge)]
+        return found
 
     def _open_requests(self) -> Counts:
         found = Counter(request.state for request in self._source.open_requests())
         return {(state.value,): found[state] for state in REQUEST.open}
-
-
-def _finals() -> list[Enum]:
-    """The final states of the request machine, in the chart's order."""
-    return [state for state in REQUEST.states if state in REQUEST.final]
 
 
 def _count_for_worker(counts: Counts, key: tuple[str, ...]) -> None:
