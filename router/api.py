@@ -1,0 +1,302 @@
+"""What the router answers itself: models, health, readiness, metrics, the worker API, /debug.
+
+Nothing here waits: every answer is made from live objects in one go. Errors have the shape of
+every other error, and no answer of this file holds the text of a prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+
+from router.errors import Refusal
+from router.front import Call, ClientChannel
+from router.headers import lines_of, request_id_of
+from router.metrics import CONTENT_TYPE, Metrics
+from router.options import SettingsError
+from router.reactor import Reactor
+from router.serving import Serving, has_key
+from router.ticket import Ticket
+from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
+from router.workerspec import WorkerSpec
+from statemachines.router import RouterState
+
+T = TypeVar("T", bound=msgspec.Struct)
+_JSON = b"application/json"
+_ENCODE = msgspec.json.Encoder().encode
+
+Reply = tuple[int, bytes, bytes]  # status, content type, body
+Handler = Callable[[Call, Mapping[str, str]], Reply]
+
+
+class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    id: str | None = None
+    engine: str = "auto"
+    role: str = "mixed"
+    bootstrap_port: int | None = None
+    group: str | None = None
+
+
+class _Drain(msgspec.Struct):
+    timeout_secs: float | None = None
+
+
+class House(Protocol):
+    """What this file needs of the process."""
+
+    state: RouterState
+
+
+class _Refused(Exception):
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+
+
+class Api:
+    """Answers the calls that no worker sees."""
+
+    def __init__(
+        self,
+        *,
+        house: House,
+        fleet: Fleet,
+        serving: Serving,
+        metrics: Metrics,
+        reactor: Reactor,
+        started_at: float,
+    ) -> None:
+        self._house = house
+        self._fleet = fleet
+        self._serving = serving
+        self._metrics = metrics
+        self._reactor = reactor
+        self._created = int(started_at)
+        settings = serving.settings
+        self._engine = settings.engine
+        self._api_keys = settings.api_key
+        self._admin_keys = () if settings.admin_key is None else (settings.admin_key,)
+        worker = r"/v1/workers/(?P<id>.+)"
+        self._routes: list[tuple[re.Pattern[str], dict[str, Handler], str]] = [
+            _route(r"/health", "open", GET=self._health),
+            _route(r"/readyz", "open", GET=self._readyz),
+            _route(r"/metrics", "open", GET=self._show_metrics),
+            _route(r"/v1/models", "api", GET=self._models),
+            _route(r"/v1/models/(?P<id>.+)", "api", GET=self._model),
+            _route(r"/v1/workers", "admin", GET=self._workers, POST=self._add_worker),
+            _route(worker + r"/drain", "admin", POST=self._drain_worker),
+            _route(worker, "admin", GET=self._worker, DELETE=self._remove_worker),
+            _route(r"/debug/requests", "debug", GET=self._requests),
+            _route(r"/debug/requests/(?P<id>.+)", "debug", GET=self._request),
+        ]
+
+    def answer(self, channel: ClientChannel, call: Call) -> bool:
+        """Answer the call, or say False: it is for a worker."""
+        path = call.path
+        for pattern, handlers, guard in self._routes:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                self._answer(channel, call, handlers, guard, match.groupdict())
+                return True
+        return False
+
+    def _answer(
+        self,
+        channel: ClientChannel,
+        call: Call,
+        handlers: dict[str, Handler],
+        guard: str,
+        found: dict[str, str],
+    ) -> None:
+        request_id = request_id_of(call.headers)
+        method = "GET" if call.method == "HEAD" else call.method
+        try:
+            handler = handlers.get(method)
+            if handler is None:
+                allowed = ", ".join(handlers)
+                raise _Refused(Refusal("method_not_allowed", f"Use {allowed} here."))
+            self._check_key(call, guard)
+            status, kind, body = handler(call, {k: unquote(v) for k, v in found.items()})
+        except _Refused as refused:
+            channel.refuse(refused.refusal, request_id)
+            return
+        lines = lines_of([(b"content-type", kind), (b"x-request-id", request_id.encode())])
+        channel.respond(status, lines, body)
+
+    def _check_key(self, call: Call, guard: str) -> None:
+        """/v1/* takes an API key; the worker API and /debug the admin key where there is one."""
+        if guard in ("admin", "debug") and self._admin_keys:
+            keys: tuple[str, ...] = self._admin_keys
+        elif guard in ("api", "admin"):
+            keys = self._api_keys
+        else:
+            return
+        if keys and not has_key(call, keys):
+            raise _Refused(Refusal("unauthorized", "A valid key is required."))
+
+    # The process
+
+    def _health(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        return 200, _JSON, _ENCODE({"status": "ok"})
+
+    def _readyz(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        if self._house.state is not RouterState.SERVING:
+            raise _Refused(Refusal("shutting_down", "The router is shutting down."))
+        ready = self._fleet.ready("mixed")
+        if not ready:
+            raise _Refused(Refusal("no_workers", "No worker is ready."))
+        return 200, _JSON, _ENCODE({"status": "ready", "workers": len(ready)})
+
+    def _show_metrics(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        return 200, CONTENT_TYPE.encode(), self._metrics.render()
+
+    # Models
+
+    def _models(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        return 200, _JSON, _ENCODE({"object": "list", "data": self._model_list()})
+
+    def _model(self, _call: Call, found: Mapping[str, str]) -> Reply:
+        for model in self._model_list():
+            if model["id"] == found["id"]:
+                return 200, _JSON, _ENCODE(model)
+        raise _Refused(Refusal("model_not_found", "No worker serves this model.", param="model"))
+
+    def _model_list(self) -> list[dict[str, object]]:
+        lengths: dict[str, int | None] = {}
+        for worker in self._fleet.ready("mixed"):
+            for model in worker.models:
+                known, length = lengths.get(model), worker.context_length
+                shortest = [each for each in (known, length) if each is not None]
+                lengths[model] = min(shortest) if shortest else None
+        return [
+            {
+                "id": model,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "baton",
+                "max_model_len": length,
+            }
+            for model, length in lengths.items()
+        ]
+
+    # Workers
+
+    def _workers(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        workers = [_show_worker(worker) for worker in self._fleet.all()]
+        return 200, _JSON, _ENCODE({"workers": workers})
+
+    def _worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
+        return 200, _JSON, _ENCODE(_show_worker(self._find(found["id"])))
+
+    def _add_worker(self, call: Call, _found: Mapping[str, str]) -> Reply:
+        asked = _decode(call.body, _NewWorker)
+        if asked.role != "mixed":
+            message = "Prefill and decode workers are not available yet in this version."
+            raise _Refused(Refusal("bad_request", message, param="role"))
+        try:
+            spec = WorkerSpec.of(
+                asked.url,
+                id=asked.id,
+                engine=self._engine if asked.engine == "auto" else asked.engine,
+                role=asked.role,
+                group=asked.group,
+                bootstrap_port=asked.bootstrap_port,
+            )
+            worker = self._fleet.add(spec)
+        except SettingsError as error:
+            raise _Refused(Refusal("bad_request", f"Not a worker: {error}.")) from None
+        except DuplicateWorker:
+            raise _Refused(Refusal("worker_exists", "A worker has this id.", param="id")) from None
+        return 201, _JSON, _ENCODE(_show_worker(worker))
+
+    def _remove_worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
+        worker = self._find(found["id"])
+        self._fleet.remove(worker.id)
+        return 200, _JSON, _ENCODE(_show_worker(worker))
+
+    def _drain_worker(self, call: Call, found: Mapping[str, str]) -> Reply:
+        _decode(call.body or b"{}", _Drain)
+        worker = self._find(found["id"])
+        self._fleet.drain(worker.id)
+        return 200, _JSON, _ENCODE(_show_worker(worker))
+
+    def _find(self, worker_id: str) -> Worker:
+        try:
+            return self._fleet.get(worker_id)
+        except UnknownWorker:
+            raise _Refused(Refusal("not_found", "No worker has this id.", param="id")) from None
+
+    # Requests
+
+    def _requests(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        now = self._reactor.now
+        return (
+            200,
+            _JSON,
+            _ENCODE({"requests": [_show_ticket(ticket, now) for ticket in self._serving.live]}),
+        )
+
+    def _request(self, _call: Call, found: Mapping[str, str]) -> Reply:
+        for ticket in (*self._serving.live, *reversed(self._serving.ended)):
+            if ticket.id == found["id"]:
+                shown = _show_ticket(ticket, ticket.ended_at or self._reactor.now)
+                shown["transitions"] = [
+                    {
+                        "seconds": round(moment - ticket.started_at, 6),
+                        "machine": "request",
+                        "source": edge.source.value,
+                        "fact": edge.fact,
+                        "target": edge.target.value,
+                        "why": edge.why,
+                    }
+                    for moment, edge in ticket.history
+                ]
+                return 200, _JSON, _ENCODE(shown)
+        raise _Refused(Refusal("not_found", "No such request among the live and the last ended."))
+
+
+def _route(
+    pattern: str, guard: str, **handlers: Handler
+) -> tuple[re.Pattern[str], dict[str, Handler], str]:
+    return re.compile(pattern), handlers, guard
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _Refused(Refusal("bad_request", f"The body does not fit: {error}")) from None
+
+
+def _show_worker(worker: Worker) -> dict[str, object]:
+    probe = worker.last_probe
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "engine": worker.engine,
+        "role": worker.role,
+        "group": worker.group,
+        "bootstrap_port": worker.bootstrap_port,
+        "state": worker.state.value,
+        "breaker": worker.breaker.state.value,
+        "inflight": worker.inflight,
+        "models": list(worker.models),
+        "context_length": worker.context_length,
+        "last_probe": None if probe is None else probe.outcome.value,
+    }
+
+
+def _show_ticket(ticket: Ticket, now: float) -> dict[str, object]:
+    return {
+        "id": ticket.id,
+        "route": ticket.route,
+        "state": ticket.state.value,
+        "seconds_in_state": round(now - ticket.since, 6),
+        "seconds": round(now - ticket.started_at, 6),
+        "worker": None if ticket.worker is None else ticket.worker.id,
+        "attempts": ticket.attempts,
+    }

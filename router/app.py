@@ -1,0 +1,302 @@
+"""The process: everything wired together under one root nursery, from start to stop.
+
+The order of its life is the router chart's: starting, serving, draining, stopped. What lives in
+the root nursery is the reactor, one task a client connection and one probe loop a worker; all of
+them end with it. Background tasks run in a wrapper: an unexpected exception there is logged and
+counted, and ends that task only.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import signal
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+
+import httpx
+import structlog
+import trio
+from attrs import define, field
+
+from router.api import Api
+from router.choosing import make_chooser
+from router.config import Settings
+from router.front import ClientChannel, Limits
+from router.logs import Logs, configure
+from router.metrics import Metrics
+from router.probing import probe_forever
+from router.reactor import Listener, Reactor
+from router.serving import Serving
+from router.sockets import Network, Socket, TcpNetwork, TlsTarget
+from router.ticket import Ticket
+from router.wires.client import PoolTransport
+from router.wires.http import Pool
+from router.worker import Fleet, Worker
+from statemachines import ROUTER, Edge
+from statemachines.router import RouterState
+
+#: At the very end, how long clients may take to read their last bytes.
+FLUSH_SECONDS = 3.0
+#: Objects allocated between two young collections; streams allocate a lot and keep little.
+GC_THRESHOLD = 10_000
+
+_log = structlog.get_logger("baton")
+
+
+@define(eq=False)
+class App:
+    """One router; subject of the router chart."""
+
+    settings: Settings
+    network: Network
+    logs: Logs
+    id: str = "router"
+    state: RouterState = RouterState.STARTING
+    listeners: list[Callable[[App, Edge], None]] = field(factory=list)
+    metrics: Metrics = field(init=False)
+    reactor: Reactor = field(init=False)
+    fleet: Fleet = field(init=False)
+    serving: Serving = field(init=False)
+    _api: Api = field(init=False)
+    _pools: dict[Worker, Pool] = field(init=False, factory=dict)
+    _probe_client: httpx.AsyncClient = field(init=False)
+    _tls: ssl.SSLContext | None = field(init=False, default=None)
+    _limits: Limits = field(init=False)
+    _front: trio.Nursery | None = field(init=False, default=None)
+    _background_nursery: trio.Nursery | None = field(init=False, default=None)
+    _listener: Listener | None = field(init=False, default=None)
+    _stop_asked: trio.Event = field(init=False, factory=trio.Event)
+    _stop_asked_again: trio.Event = field(init=False, factory=trio.Event)
+
+    def __attrs_post_init__(self) -> None:
+        settings = self.settings
+        self.metrics = Metrics(self)
+        self.reactor = Reactor(self.network, self._on_reactor_bug)
+        self.fleet = Fleet(
+            settings,
+            worker_listeners=self._edge_listeners("worker"),
+            breaker_listeners=self._edge_listeners("breaker"),
+        )
+        self.fleet.on_joined.append(self._on_joined)
+        self.fleet.on_left.append(self._on_left)
+        self.listeners.extend(self._edge_listeners("router"))
+        self.serving = Serving(
+            settings=settings,
+            reactor=self.reactor,
+            fleet=self.fleet,
+            chooser=make_chooser(settings.policy),
+            metrics=self.metrics,
+            logs=self.logs,
+            house=self,
+        )
+        self._api = Api(
+            house=self,
+            fleet=self.fleet,
+            serving=self.serving,
+            metrics=self.metrics,
+            reactor=self.reactor,
+            started_at=time.time(),
+        )
+        self._limits = Limits(
+            head_bytes_max=settings.max_header_bytes,
+            body_bytes_max=settings.max_body_bytes,
+            head_seconds=settings.header_timeout_secs,
+            idle_seconds=settings.keep_alive_timeout_secs,
+            stall_seconds=settings.client_stall_timeout_secs,
+        )
+        self._probe_client = httpx.AsyncClient(
+            transport=PoolTransport(self._pool_of_url), timeout=None, trust_env=False
+        )
+
+    # What others ask for
+
+    def pool(self, worker: Worker) -> Pool:
+        """The connections to a worker, also while its last legs run on after it has left."""
+        pool = self._pools.get(worker)
+        if pool is None:
+            pool = self._pools[worker] = self._make_pool(worker)
+        return pool
+
+    def open_requests(self) -> Iterable[Ticket]:
+        """Live requests (for the metrics)."""
+        return self.serving.live
+
+    def workers(self) -> Iterable[Worker]:
+        """Workers of the fleet (for the metrics)."""
+        return self.fleet.all()
+
+    def ask_to_stop(self) -> None:
+        """The first time: drain. The second time: stop now."""
+        if self._stop_asked.is_set():
+            self._stop_asked_again.set()
+        self._stop_asked.set()
+
+    # Life
+
+    def listen(self) -> tuple[str, int]:
+        """Bind the port and return the address; raises OSError. Connections wait for `run`."""
+        listening = self.network.listen(self.settings.host, self.settings.port)
+        self._listener = Listener(self.reactor, listening, self._accepted)
+        return self._listener.address
+
+    async def run(self) -> None:
+        """Serve, after `listen`, until asked to stop and drained. Cancelling stops at once."""
+        assert self._listener is not None
+        async with trio.open_nursery() as root:
+            self._background_nursery = root
+            root.start_soon(self.reactor.run)
+            for spec in self.settings.workers:
+                self.fleet.add(spec)
+            async with trio.open_nursery() as front:
+                self._front = front
+                self._fire("listening")
+                await self._stop_asked.wait()
+                self._fire("stop_asked")
+                await self._drain()
+                self._listener.close()
+                self.serving.shut_down()
+                # Connections that still have last bytes to write get a moment; idle ones none.
+                front.cancel_scope.deadline = trio.current_time() + self._flush_seconds()
+            root.cancel_scope.cancel(reason="the router has stopped")
+        for pool in self._pools.values():
+            pool.close()
+
+    async def _drain(self) -> None:
+        facts: list[str] = []
+        async with trio.open_nursery() as nursery:
+
+            async def wait_for(fact: str, condition: Callable[[], Awaitable[object]]) -> None:
+                await condition()
+                facts.append(fact)
+                nursery.cancel_scope.cancel(reason=fact)
+
+            window = self.settings.drain_timeout_secs
+            nursery.start_soon(wait_for, "emptied", self._wait_empty)
+            nursery.start_soon(wait_for, "window_over", partial(trio.sleep, window))
+            nursery.start_soon(wait_for, "stop_asked", self._stop_asked_again.wait)
+        self._fire(facts[0])
+
+    async def _wait_empty(self) -> None:
+        while self.serving.live:
+            await self.serving.emptied.wait()
+
+    def _flush_seconds(self) -> float:
+        return FLUSH_SECONDS if self.serving.live else 0.1
+
+    def _accepted(self, sock: Socket) -> None:
+        assert self._front is not None
+        channel = ClientChannel(self.reactor, sock, self._limits)
+        self._front.start_soon(self.serving.serve_connection, channel, self._api.answer)
+
+    # Workers
+
+    def _on_joined(self, worker: Worker) -> None:
+        self.metrics.worker_joined(worker.id, worker.role)
+        assert self._background_nursery is not None
+        self._background_nursery.start_soon(
+            self._in_background, probe_forever, worker, self._probe_client, self.settings
+        )
+
+    def _on_left(self, worker: Worker) -> None:
+        self.metrics.worker_left(worker.id)
+        pool = self._pools.pop(worker, None)
+        if pool is not None:
+            pool.close()
+
+    def _make_pool(self, worker: Worker) -> Pool:
+        host = f"[{worker.host}]" if ":" in worker.host else worker.host
+        return Pool(
+            reactor=self.reactor,
+            authority=f"{host}:{worker.port}".encode(),
+            base_path=worker.base_path.encode(),
+            addresses=lambda: worker.addresses,
+            tls=self._tls_for(worker),
+            connect_timeout_seconds=self.settings.connect_timeout_secs,
+            keep_alive_seconds=self.settings.worker_keep_alive_secs,
+        )
+
+    def _pool_of_url(self, url: httpx.URL) -> Pool | None:
+        for worker in self.fleet.all():
+            if str(url).startswith(worker.url):
+                return self.pool(worker)
+        return None
+
+    def _tls_for(self, worker: Worker) -> TlsTarget | None:
+        if worker.scheme != "https":
+            return None
+        if self._tls is None:
+            self._tls = ssl.create_default_context(cafile=self.settings.worker_ca_file)
+            if self.settings.worker_insecure_skip_verify:
+                self._tls.check_hostname = False
+                self._tls.verify_mode = ssl.CERT_NONE
+        return TlsTarget(self._tls, worker.host)
+
+    # Bugs and bookkeeping
+
+    async def _in_background(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run a task so that a bug in it never reaches the root nursery."""
+        try:
+            await task(*args)
+        except Exception as error:
+            self.metrics.internal_error("background")
+            _log.error("internal_error", place="background", exc_info=error)
+
+    def _on_reactor_bug(self, error: Exception) -> None:
+        self.metrics.internal_error("reactor")
+        _log.error("internal_error", place="reactor", exc_info=error)
+
+    def _fire(self, fact: str) -> None:
+        ROUTER.fire(self, fact)
+        _log.info("router", fact=fact, state=self.state.value)
+
+    def _edge_listeners(self, machine: str) -> tuple[Callable[[object, Edge], None], ...]:
+        listeners: list[Callable[..., None]] = [self.metrics.on_edge(machine)]
+        if (write := self.logs.transitions(machine)) is not None:
+            listeners.append(write)
+        return tuple(listeners)
+
+
+def run(settings: Settings) -> int:
+    """Run `baton serve` until it is told to stop; returns the exit code."""
+    logs = configure(format=settings.log_format, level=settings.log_level)
+    _raise_descriptor_limit()
+    network = TcpNetwork()
+    app = App(settings, network, logs)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    try:
+        trio.run(_serve_until_signalled, app, strict_exception_groups=True)
+    except OSError as error:
+        print(f"baton: cannot listen: {error}", file=sys.stderr)
+        return 1
+    finally:
+        network.close()
+    return 0
+
+
+async def _serve_until_signalled(app: App) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        host, port = app.listen()
+        shown = f"[{host}]" if ":" in host else host
+        print(f"baton: listening on http://{shown}:{port}", flush=True)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pass_on, signals, app)
+            await app.run()
+            nursery.cancel_scope.cancel(reason="the router has stopped")
+
+
+async def _pass_on(signals: AsyncIterator[int], app: App) -> None:
+    async for _ in signals:
+        app.ask_to_stop()
+
+
+def _raise_descriptor_limit() -> None:
+    """Two descriptors a stream: the usual soft limit of 1024 would end at 500 streams."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,179 @@
+"""One leg: one dispatch of a request to one worker, from the permit to the verdict.
+
+A leg is the subject of the leg chart and hears of its answer from a wire. It takes what it owns
+(the breaker's permit, its place among the worker's live legs, the connection) when it is made and
+gives each back once, when its machine enters a final state, whoever drove it there. What the
+answer means for the request is the exchange's business; the leg tells it in the chart's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from router.breaker import Permit
+from router.headers import Headers
+from router.wires.http import Upstream
+from router.worker import Worker
+from statemachines import LEG, Edge
+from statemachines.leg import OUTCOMES, VERDICTS, LegState
+
+
+class LegOwner(Protocol):
+    """The exchange that a leg belongs to; told only while the leg is open."""
+
+    def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
+        """Status and headers of the answer."""
+
+    def on_leg_body(self, leg: Leg, data: bytes) -> None:
+        """More of the body."""
+
+    def on_leg_end(self, leg: Leg) -> None:
+        """The body ended as its framing promised."""
+
+    def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
+        """The connection is gone."""
+
+    def on_crash(self, error: Exception) -> None:
+        """A callback raised: a bug of ours."""
+
+
+class LegObserver(Protocol):
+    """Who books how legs end."""
+
+    def now(self) -> float:
+        """The current pass's time (Trio's clock, seconds)."""
+
+    def leg_settled(self, leg: Leg, outcome: str) -> None:
+        """The leg is over, with one of the contract's worker outcomes; called once."""
+
+
+LegListener = Callable[["Leg", Edge], None]
+
+
+class Leg:
+    """One dispatch to one worker."""
+
+    __slots__ = (
+        "_observer",
+        "_permit",
+        "id",
+        "is_stream",
+        "last_event_at",
+        "listeners",
+        "owner",
+        "paused",
+        "role",
+        "sent_at",
+        "state",
+        "stream_outcome",
+        "upstream",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        worker: Worker,
+        role: str,
+        permit: Permit,
+        owner: LegOwner,
+        observer: LegObserver,
+        listeners: tuple[LegListener, ...],
+        now: float,
+    ) -> None:
+        self.id = id
+        self.worker = worker
+        self.role = role
+        self.owner = owner
+        self.listeners = listeners
+        self.state = LegState.CONNECTING
+        self.upstream: Upstream | None = None
+        self.sent_at = now
+        #: When the last event with data came, or reading was resumed (Trio's clock, seconds).
+        self.last_event_at = now
+        self.paused = False
+        #: A 2xx stream; only those have a stream outcome.
+        self.is_stream = False
+        self.stream_outcome = "upstream_error"
+        self._permit = permit
+        self._observer = observer
+        worker.legs.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Not in a final state."""
+        return self.state not in LEG.final
+
+    def attach(self, upstream: Upstream) -> None:
+        """Take the connection over; it may have failed already."""
+        if self.is_open:
+            self.upstream = upstream
+            if self.paused:
+                upstream.pause()
+        else:
+            upstream.close()
+
+    def fire(self, fact: str) -> None:
+        """Report a fact of this leg; a final state settles everything it holds."""
+        if LEG.fire(self, fact).leaves:
+            self._settle()
+
+    def let_go(self, stream_outcome: str) -> None:
+        """What the leg lived in has ended: close the connection, which frees the engine."""
+        if self.is_open:
+            self.stream_outcome = stream_outcome
+            self.fire("let_go")
+
+    def pause(self) -> None:
+        """Read no more for now: the client is slow. The worker's idle clock stops."""
+        self.paused = True
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def resume(self, now: float) -> None:
+        """Read on; the idle clock starts anew."""
+        self.paused = False
+        self.last_event_at = now
+        if self.upstream is not None:
+            self.upstream.resume()
+
+    def _settle(self) -> None:
+        now = self._observer.now()
+        self.worker.legs.discard(self)
+        self._permit.close(VERDICTS[self.state], now)
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            if self.state is LegState.SUCCEEDED:
+                upstream.leave()
+            else:
+                upstream.close()
+        self._observer.leg_settled(self, OUTCOMES[self.state])
+
+    # What the wire tells
+
+    def on_connected(self) -> None:
+        if self.state is LegState.CONNECTING:  # a stale connection is replaced after the fact
+            self.fire("connected")
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.fire("head_arrived")
+        self.owner.on_leg_head(self, status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self.is_open:
+            self.owner.on_leg_body(self, data)
+
+    def on_end(self) -> None:
+        if self.is_open:
+            self.owner.on_leg_end(self)
+
+    def on_broken(self, detail: str, *, connecting: bool) -> None:
+        if self.is_open:
+            self.owner.on_leg_broken(self, detail, connecting=connecting)
+
+    def on_crash(self, error: Exception) -> None:
+        if self.is_open:
+            self.fire("bug")
+        self.owner.on_crash(error)

@@ -1,0 +1,258 @@
+"""What Baton reads of OpenAI-shaped requests and answers, and nothing more.
+
+Requests and events are decoded partially and typed: a field nobody reads is skipped without an
+object being built for it. `Judge` follows one stream and says of every complete event whether it
+is content, an end, or an end that lies. It never changes an event.
+
+Sources: vLLM 0.32 and SGLang 0.5.23 as recorded, and their published schemas.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from router.errors import Refusal
+from router.sse import data_of
+
+#: Finish reasons by which an engine says that it gave up: vLLM sends `abort` on shutdown and
+#: documents `error` as an internal failure; SGLang sends `abort` for /abort_request.
+LYING_FINISHES = frozenset({"abort", "error"})
+
+
+class Asked(msgspec.Struct):
+    """The fields of a request that routing depends on."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+_ASKED = msgspec.json.Decoder(Asked)
+
+
+def read_request(body: bytes) -> Asked | Refusal:
+    """What a JSON request asks for, or why it cannot be routed."""
+    try:
+        return _ASKED.decode(body)
+    except msgspec.ValidationError as error:
+        return Refusal("bad_request", f"The request body does not fit: {error}", _param(error))
+    except msgspec.DecodeError as error:
+        return Refusal("bad_request", f"The request body is not JSON: {error}")
+    except RecursionError:
+        return Refusal("bad_request", "The request body is nested too deeply.")
+
+
+def _param(error: msgspec.ValidationError) -> str | None:
+    # msgspec ends its message with "at `$.field`". The wording is its own: nothing depends on it.
+    _, found, path = str(error).rpartition("`$.")
+    return path.rstrip("`") if found else None
+
+
+class Sign(Enum):
+    """What one event of a stream means for the request."""
+
+    #: No data at all: a comment or a bare field. It proves nothing.
+    COMMENT = "comment"
+    #: Data, but nothing to read yet: a role chunk, an empty delta, usage.
+    PREAMBLE = "preamble"
+    CONTENT = "content"
+    #: `[DONE]` after an honest finish: the stream ended well.
+    DONE = "done"
+    #: `[DONE]` without a finish, or a finish by which the engine says that it gave up.
+    LIE = "lie"
+    #: An error event: `Judge.error_status` says which.
+    ERROR = "error"
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    text: str | None = None
+    delta: dict[str, msgspec.Raw] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: msgspec.Raw | None = None
+    usage: _Usage | None = None
+
+
+class _GenerateFinish(msgspec.Struct):
+    type: str = ""
+
+
+class _GenerateMeta(msgspec.Struct):
+    finish_reason: _GenerateFinish | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _GenerateChunk(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    output_ids: list[int] | None = None
+    meta_info: _GenerateMeta | None = None
+    error: msgspec.Raw | None = None
+
+
+class _ErrorObject(msgspec.Struct):
+    code: int | str | None = None
+    status_code: int | None = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_GENERATE = msgspec.json.Decoder(_GenerateChunk)
+_ERROR = msgspec.json.Decoder(_ErrorObject)
+_NULL = (b"null", b'""')
+
+
+class Judge:
+    """Follows the events of one stream of one endpoint.
+
+    `family` is "openai" (chat and completions: choices, finish reasons, `[DONE]`), "generate"
+    (SGLang's own) or "other", of which only error events are known.
+    """
+
+    __slots__ = (
+        "_finished",
+        "_read",
+        "_seen",
+        "completion_tokens",
+        "done",
+        "error_body",
+        "error_status",
+        "events",
+        "finished",
+        "prompt_tokens",
+    )
+
+    def __init__(self, family: str) -> None:
+        self._read = {"openai": self._read_chunk, "generate": self._read_generate}.get(
+            family, self._read_other
+        )
+        self._seen: set[int] = set()
+        self._finished: set[int] = set()
+        #: True once every choice seen has an honest finish reason.
+        self.finished = family == "other"
+        self.done = False
+        #: Events that carried content.
+        self.events = 0
+        self.error_status = 0
+        self.error_body = b""
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+
+    def read(self, event: bytes) -> Sign:
+        """What this complete raw event means."""
+        data = data_of(event)
+        if data is None:
+            return Sign.COMMENT
+        if data.startswith(b"[DONE]"):
+            self.done = True
+            return Sign.DONE if self.finished else Sign.LIE
+        try:
+            sign = self._read(data)
+        except (msgspec.DecodeError, RecursionError):
+            # An event nobody can read is forwarded untouched; it proves that something came.
+            sign = Sign.CONTENT
+        if sign is Sign.CONTENT:
+            self.events += 1
+        return sign
+
+    def _read_chunk(self, data: bytes) -> Sign:
+        chunk = _CHUNK.decode(data)
+        if chunk.error is not None:
+            return self._meet_error(data, bytes(chunk.error))
+        if chunk.usage is not None:
+            self.prompt_tokens = chunk.usage.prompt_tokens
+            self.completion_tokens = chunk.usage.completion_tokens
+        sign = Sign.PREAMBLE
+        for choice in chunk.choices or ():
+            self._seen.add(choice.index)
+            if choice.finish_reason is not None:
+                if choice.finish_reason in LYING_FINISHES:
+                    return Sign.LIE
+                self._finish(choice.index)
+            if choice.text or (choice.delta and _has_content(choice.delta)):
+                sign = Sign.CONTENT
+        return sign
+
+    def _read_generate(self, data: bytes) -> Sign:
+        chunk = _GENERATE.decode(data)
+        if chunk.error is not None:
+            return self._meet_error(data, bytes(chunk.error))
+        self._seen.add(chunk.index)
+        if (meta := chunk.meta_info) is not None:
+            self.prompt_tokens, self.completion_tokens = meta.prompt_tokens, meta.completion_tokens
+            if meta.finish_reason is not None:
+                if meta.finish_reason.type in LYING_FINISHES:
+                    return Sign.LIE
+                self._finish(chunk.index)
+        return Sign.CONTENT if chunk.text or chunk.output_ids else Sign.PREAMBLE
+
+    def _read_other(self, data: bytes) -> Sign:
+        chunk = _CHUNK.decode(data) if b'"error"' in data else None
+        if chunk is not None and chunk.error is not None:
+            return self._meet_error(data, bytes(chunk.error))
+        return Sign.CONTENT
+
+    def _finish(self, index: int) -> None:
+        self._finished.add(index)
+        self.finished = self._finished == self._seen
+
+    def _meet_error(self, data: bytes, error: bytes) -> Sign:
+        self.error_status = _status_of(error)
+        self.error_body = data
+        return Sign.ERROR
+
+
+def _has_content(delta: dict[str, msgspec.Raw]) -> bool:
+    # Everything but the role is something the client reads: content, reasoning, tool calls.
+    return any(name != "role" and bytes(value) not in _NULL for name, value in delta.items())
+
+
+def _status_of(error: bytes) -> int:
+    try:
+        found = _ERROR.decode(error)
+    except (msgspec.DecodeError, RecursionError):
+        return 500  # {"error": "text"}: nobody's fault but the worker's
+    for code in (found.code, found.status_code):
+        if isinstance(code, int) and 400 <= code <= 599:
+            return code
+    return 500
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+class UnaryVerdict(msgspec.Struct):
+    """What a whole unary answer says."""
+
+    lies: bool = False
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+def judge_answer(body: bytes) -> UnaryVerdict:
+    """Read a whole unary answer: its usage, and whether an engine gave up inside a 200.
+
+    vLLM 0.32 answers 200 with `finish_reason: "abort"` for requests cut by a shutdown.
+    """
+    try:
+        answer = _ANSWER.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return UnaryVerdict()
+    usage = answer.usage or _Usage()
+    lies = any(choice.finish_reason in LYING_FINISHES for choice in answer.choices or ())
+    return UnaryVerdict(lies, usage.prompt_tokens, usage.completion_tokens)

@@ -1,0 +1,140 @@
+"""What becomes of a worker's answer on its way to the client, bytes in and bytes out.
+
+Pure: a relay is fed what arrived and returns what may be forwarded; what it learned stands in its
+attributes, and whoever feeds it turns that into facts. `StreamRelay` works on complete events and
+never lets a lying end through; `WholeAnswer` holds a unary answer until it is complete.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from router.openai import Judge, Sign
+from router.sse import EventReader, EventTooLarge
+
+#: Largest event that is still read; a chunk with logprobs of a long batch stays far below.
+EVENT_BYTES_MAX = 16 * 1024 * 1024
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class Ending(Enum):
+    """How a stream ended."""
+
+    #: An honest finish and `[DONE]`; both are in what was returned.
+    WELL = "well"
+    #: The body ended, or broke, after an honest finish but before `[DONE]`.
+    UNMARKED = "unmarked"
+    #: An end that is none: no finish, or one by which the engine gave up. Withheld.
+    LIE = "lie"
+    #: An error event, withheld; `judge.error_status` and `error_event` say which.
+    ERROR = "error"
+    #: An event without end: nothing of it can be judged.
+    TOO_LARGE = "too_large"
+
+
+class StreamRelay:
+    """One stream of events; holds everything back until the first event with data."""
+
+    __slots__ = (
+        "_held",
+        "_reader",
+        "ending",
+        "error_event",
+        "has_content",
+        "judge",
+        "progressed",
+        "released",
+    )
+
+    def __init__(self, family: str) -> None:
+        self.judge = Judge(family)
+        #: An event with data has been returned: a head must be sent with it.
+        self.released = False
+        #: Content has been returned.
+        self.has_content = False
+        #: The last `feed` brought an event with data; comments and heartbeats are none.
+        self.progressed = False
+        self.ending: Ending | None = None
+        self.error_event = b""
+        self._reader = EventReader(EVENT_BYTES_MAX)
+        self._held: list[bytes] = []
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be forwarded now. After an `ending` nothing more is read."""
+        self.progressed = False
+        if self.ending is not None:
+            return b""
+        try:
+            events = self._reader.feed(data)
+        except EventTooLarge:
+            self.ending = Ending.TOO_LARGE
+            return b""
+        forward = self._judge(events)
+        if not self.released:
+            return self._release(forward)
+        return forward[0] if len(forward) == 1 else b"".join(forward)
+
+    def finish(self) -> None:
+        """The body ended, whether as its framing promised or not."""
+        if self.ending is None:
+            well = self.judge.finished and self.released
+            self.ending = Ending.UNMARKED if well else Ending.LIE
+
+    def _release(self, forward: list[bytes]) -> bytes:
+        """Hold on, or let the first event go with the comments before it.
+
+        An end that lies in the same read as the first event is met before anything was sent, so
+        nothing is released, and the whole attempt can be made again elsewhere.
+        """
+        self._held += forward
+        if not self.progressed or self.ending not in (None, Ending.WELL):
+            self.has_content = False
+            return b""
+        self.released = True
+        held, self._held = b"".join(self._held), []
+        return held
+
+    def _judge(self, events: list[bytes]) -> list[bytes]:
+        """The events up to the end of the stream, without an end that lies."""
+        read = self.judge.read
+        for place, event in enumerate(events):
+            sign = read(event)
+            if sign is Sign.CONTENT:
+                self.has_content = self.progressed = True
+            elif sign is Sign.PREAMBLE:
+                self.progressed = True
+            elif sign is Sign.DONE:
+                self.progressed = True
+                self.ending = Ending.WELL
+                return events[: place + 1]
+            elif sign is not Sign.COMMENT:
+                self.ending = Ending.LIE if sign is Sign.LIE else Ending.ERROR
+                self.error_event = event
+                return events[:place]
+        return events
+
+
+class WholeAnswer:
+    """A unary answer, or an error's body: collected until it is complete."""
+
+    __slots__ = ("_pieces", "limit", "size")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+        self._pieces: list[bytes] = []
+
+    @property
+    def is_too_large(self) -> bool:
+        """More than may be held."""
+        return self.size > self.limit
+
+    def feed(self, data: bytes) -> None:
+        """One more piece."""
+        self._pieces.append(data)
+        self.size += len(data)
+
+    def body(self) -> bytes:
+        """All pieces, once."""
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,0 +1,76 @@
+"""Server-sent events: bytes of any cut in, complete events out, byte for byte.
+
+`EventReader` only finds where events end; `data_of` reads what an event carries. What the reader
+returns, joined, is exactly what it was fed, up to the last complete event: an event that needs no
+change is forwarded as the bytes it came in. The grammar is the HTML standard's: LF, CR or CRLF,
+comments, several data lines, a missing space after the colon, a byte order mark.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: A line end, then an empty line. The groups are atomic: CRLF is never taken for two line ends.
+_EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLarge(Exception):
+    """An event passed the bound of its reader: what follows cannot be judged."""
+
+
+class EventReader:
+    """Cuts a byte stream into complete events, holding at most `event_bytes_max` bytes."""
+
+    __slots__ = ("_held", "_searched", "event_bytes_max")
+
+    def __init__(self, event_bytes_max: int) -> None:
+        self.event_bytes_max = event_bytes_max
+        self._held = b""
+        #: How far `_held` is known to hold no end of an event.
+        self._searched = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the unfinished event."""
+        return len(self._held)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes, raw, each with the line ends that end it.
+
+        Raises EventTooLarge.
+        """
+        if not self._held and data.endswith(b"\n\n") and b"\r" not in data:
+            # What engines send: whole events, LF only.
+            if data.count(b"\n\n") == 1:
+                return [data]
+            return [piece + b"\n\n" for piece in data[:-2].split(b"\n\n")]
+        return self._feed_slowly(data)
+
+    def _feed_slowly(self, data: bytes) -> list[bytes]:
+        held = self._held + data
+        events: list[bytes] = []
+        start = 0
+        # The end of an event may straddle the cut: it is at most four bytes long.
+        position = max(0, self._searched - 3)
+        while (end := _EVENT_END.search(held, position)) is not None:
+            events.append(held[start : end.end()])
+            start = position = end.end()
+        self._held = held[start:]
+        self._searched = len(self._held)
+        if len(self._held) > self.event_bytes_max:
+            raise EventTooLarge(f"an event is larger than {self.event_bytes_max} bytes")
+        return events
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The data an event carries (its data lines joined with LF), or None when it has none."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2]
+    lines = []
+    for line in _LINE_END.split(event.removeprefix(_BOM)):
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            lines.append(value.removeprefix(b" "))
+    return b"\n".join(lines) if lines else None

@@ -1,0 +1,103 @@
+"""A request's ticket: the subject of the request chart, its budgets, and its history.
+
+The chart says what may follow from a fact; the ticket holds the counters that its guards read and
+remembers what happened, for the log, for /debug and for whoever asks at 3 a.m. It holds no prompt
+text. It is pure: it neither sends nor closes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import define, field, frozen
+
+from router.errors import Refusal
+from router.headers import Headers
+from router.worker import Worker
+from statemachines import REQUEST, Edge
+from statemachines.request import RequestState
+
+Listener = Callable[["Ticket", Edge], None]
+
+
+@frozen
+class Answer:
+    """A worker's own answer, whole, kept for the client."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@frozen
+class Failure:
+    """Why there is no good answer: what the client is told, and in which form."""
+
+    refusal: Refusal
+    #: The worker's own words, which the client gets instead while nothing was sent.
+    answer: Answer | None = None
+    #: The worker's own error event, which ends the stream instead of ours after the head.
+    event: bytes | None = None
+
+
+@define(eq=False)
+class Ticket:
+    """One client request."""
+
+    id: str
+    route: str
+    model: str | None
+    started_at: float
+    retries_left: int
+    listeners: tuple[Listener, ...]
+    state: RequestState = RequestState.QUEUED
+    attempts: int = 0
+    #: Workers that failed this request; none of them gets it again.
+    tried: set[Worker] = field(factory=set)
+    #: The worker of the last dispatch.
+    worker: Worker | None = None
+    failure: Failure | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    #: Status sent to the client; 0 while none was.
+    status: int = 0
+    #: Moment and edge of every transition (seconds on Trio's clock).
+    history: list[tuple[float, Edge]] = field(factory=list)
+
+    @property
+    def can_retry(self) -> bool:
+        """Guard: further workers may be tried while the client has nothing."""
+        return self.retries_left > 0
+
+    @property
+    def can_continue(self) -> bool:
+        """Guard: nothing delivered so far forbids a continuation; moves are a later matter."""
+        return True
+
+    @property
+    def can_migrate(self) -> bool:
+        """Guard: this version moves no streams."""
+        return False
+
+    @property
+    def can_rephrase(self) -> bool:
+        """Guard: this version writes no continuations."""
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """In a final state."""
+        return self.state in REQUEST.final
+
+    @property
+    def since(self) -> float:
+        """When the current state was entered."""
+        return self.history[-1][0] if self.history else self.started_at
+
+    def note(self, now: float, edge: Edge) -> None:
+        """Remember a transition, and spend what its row costs."""
+        self.history.append((now, edge))
+        if edge.guard == "can_retry":
+            self.retries_left -= 1

@@ -1,0 +1,128 @@
+"""An httpx transport over the router's own pools, for everything that is not hot.
+
+Probes, model lists and the tests speak httpx; their bytes travel through the same connections and
+the same reactor as inference traffic, so that what a probe says of a worker is true of the path
+that requests take. Stock httpx would also work, but its pool slows down with every connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import trio
+
+from router.headers import Headers
+from router.reactor import Waker
+from router.wires.http import Pool, Upstream
+
+#: Unread bytes of an answer beyond which its worker is not read any further.
+UNREAD_BYTES_HIGH = 256 * 1024
+
+
+class _Inbox(httpx.AsyncByteStream):
+    """What came back of one request, until somebody reads it."""
+
+    def __init__(self, request: httpx.Request) -> None:
+        self.request = request
+        self.upstream: Upstream | None = None
+        self.status = 0
+        self.headers: Headers = []
+        self._pieces: deque[bytes] = deque()
+        self._unread = 0
+        self._ended = False
+        self._error: httpx.TransportError | None = None
+        self._waker = Waker()
+
+    # What the wire tells
+
+    def on_connected(self) -> None:
+        pass
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._waker.wake()
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._unread += len(data)
+        if self._unread > UNREAD_BYTES_HIGH and self.upstream is not None:
+            self.upstream.pause()
+        self._waker.wake()
+
+    def on_end(self) -> None:
+        self._ended = True
+        self._waker.wake()
+
+    def on_broken(self, detail: str, *, connecting: bool) -> None:
+        kind = httpx.ConnectError if connecting else httpx.RemoteProtocolError
+        self._error = kind(detail, request=self.request)
+        self._waker.wake()
+
+    def on_crash(self, error: Exception) -> None:
+        self._waker.throw(error)
+
+    # What httpx asks for
+
+    async def wait_head(self) -> None:
+        """Wait for status and headers; raises httpx.TransportError."""
+        while not self.status:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self._unread -= len(piece)
+                yield piece
+            if self._ended:
+                return
+            if self._error is not None:
+                raise self._error
+            if self.upstream is not None:
+                self.upstream.resume()
+            await self._wait()
+
+    async def aclose(self) -> None:
+        if self.upstream is not None:
+            self.upstream.close()
+
+    async def _wait(self) -> None:
+        timeout = self.request.extensions.get("timeout", {}).get("read")
+        with trio.move_on_after(float("inf") if timeout is None else timeout) as scope:
+            await self._waker.wait()
+        if scope.cancelled_caught:
+            raise httpx.ReadTimeout("no answer in time", request=self.request)
+
+
+class PoolTransport(httpx.AsyncBaseTransport):
+    """Sends over the pool of the worker that a URL belongs to."""
+
+    def __init__(self, pool_of: Callable[[httpx.URL], Pool | None]) -> None:
+        self._pool_of = pool_of
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send; returns once the head is there. Cancelling closes the connection."""
+        pool = self._pool_of(request.url)
+        if pool is None:
+            raise httpx.UnsupportedProtocol("no such worker", request=request)
+        body = await request.aread()
+        inbox = _Inbox(request)
+        inbox.upstream = pool.send(_bytes_of(request, body), inbox)
+        try:
+            await inbox.wait_head()
+        except BaseException:
+            inbox.upstream.close()
+            raise
+        return httpx.Response(inbox.status, headers=inbox.headers, stream=inbox)
+
+
+def _bytes_of(request: httpx.Request, body: bytes) -> bytes:
+    lines = [b"%b: %b\r\n" % (name, value) for name, value in request.headers.raw]
+    if body and "content-length" not in request.headers:
+        lines.append(b"content-length: %d\r\n" % len(body))
+    head = b"%b %b HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
+    return head + b"".join(lines) + b"\r\n" + body

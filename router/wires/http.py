@@ -1,0 +1,393 @@
+"""HTTP/1.1 to workers: a pool of connections a worker, in the reactor.
+
+A request is sent as ready bytes and answered by callbacks (`Answered`): a head, pieces of body,
+then an end or a break, and nothing after that. Whatever is not HTTP, or does not fit its own
+framing, is a break and never an exception: a bad status line, a bad chunk size, a wrong length,
+bytes after the end.
+
+Idle connections live shorter than the engines keep theirs (uvicorn: 5 s), are looked at before
+reuse, and one that closes without having answered a byte is replaced once by a fresh one: the
+worker closed it as idle in the very moment of reuse, which is nobody's failure (smg PR #2162,
+sglang #20851).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+from attrs import define, field
+
+from router.headers import Headers
+from router.reactor import Channel, Rank, Reactor
+from router.sockets import Address, Socket, TlsTarget
+
+#: An idle connection used again within this time is not looked at first (a system call each).
+FRESH_SECONDS = 0.1
+#: Largest head of an answer.
+HEAD_BYTES_MAX = 256 * 1024
+#: After `[DONE]`, how long the end of the body may take before the connection is given up.
+LINGER_SECONDS = 1.0
+
+
+class Answered(Protocol):
+    """Who is told what comes back. Callbacks are synchronous; none follows an end or a break."""
+
+    def on_connected(self) -> None:
+        """The request is on its way."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Status and headers (names in lower case)."""
+
+    def on_body(self, data: bytes) -> None:
+        """All the body that one read brought."""
+
+    def on_end(self) -> None:
+        """The answer is complete by its own framing."""
+
+    def on_broken(self, detail: str, *, connecting: bool) -> None:
+        """No answer, or no more of it; `detail` is for the log."""
+
+    def on_crash(self, error: Exception) -> None:
+        """A callback raised: a bug of ours, for the owner's task."""
+
+
+class Upstream:
+    """One request on its way to a worker: the handle of whoever sent it."""
+
+    __slots__ = ("answered", "channel", "pool", "request")
+
+    def __init__(self, pool: Pool, request: bytes, answered: Answered) -> None:
+        self.pool = pool
+        self.answered = answered
+        #: Kept until the first byte of the answer, for a stale connection's replacement.
+        self.request: bytes | None = request
+        self.channel: WorkerChannel | None = None
+
+    def pause(self) -> None:
+        """Read nothing more of the answer until `resume`."""
+        if self.channel is not None:
+            self.channel.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.channel is not None:
+            self.channel.resume()
+
+    def close(self) -> None:
+        """Nobody wants the rest: close the connection, which frees the engine. Idempotent."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.upstream = None
+            channel.close()
+
+    def leave(self) -> None:
+        """The answer is known to be over: let its end come, and keep the connection if it does."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.upstream = None
+            if channel.is_open and channel.complete:
+                channel.give_back()
+            elif channel.is_open:
+                channel.leaving_since = channel.reactor.now
+                channel.resume()
+                channel.reactor.sweeper.arm(channel, channel.reactor.now + LINGER_SECONDS)
+
+
+class WorkerChannel(Channel):
+    """One connection to a worker: connecting, busy with one request, leaving, or idle."""
+
+    __slots__ = (
+        "_body",
+        "_head_bytes",
+        "_head_done",
+        "_headers",
+        "_informational",
+        "_parser",
+        "_surplus",
+        "_told_head",
+        "bytes_in",
+        "complete",
+        "connect_until",
+        "idle_since",
+        "keep",
+        "leaving_since",
+        "pool",
+        "reused",
+        "status",
+        "until_close",
+        "upstream",
+    )
+
+    def __init__(self, pool: Pool, sock: Socket, connect_until: float) -> None:
+        self.pool = pool
+        self.upstream: Upstream | None = None
+        self.connect_until: float | None = connect_until
+        self.idle_since: float | None = None
+        self.leaving_since: float | None = None
+        self.reused = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._forget_answer()
+        super().__init__(pool.reactor, sock, Rank.WORKER, connecting=True)
+        pool.reactor.sweeper.arm(self, connect_until)
+
+    def start(self, upstream: Upstream) -> None:
+        """Send a request; the connection is connecting or idle."""
+        assert upstream.request is not None
+        self.upstream = upstream
+        upstream.channel = self
+        self.rank = self.pool.rank
+        self.send(upstream.request)
+
+    def give_back(self) -> None:
+        """The answer is complete: idle again, or closed where the worker does not keep it."""
+        spent = self._surplus or self.backlog_bytes or self.pool.keep_alive_seconds <= 0
+        if self.keep and not spent:
+            self.reused = True
+            self.idle_since = self.reactor.now
+            self._forget_answer()
+            self.resume()
+            self.pool.idle.append(self)
+            self.reactor.sweeper.arm(self, self.reactor.now + self.pool.keep_alive_seconds)
+        else:
+            self.close()
+
+    def _forget_answer(self) -> None:
+        self.status = 0
+        self.bytes_in = 0
+        self.complete = False
+        self.keep = False
+        self.until_close = False
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._head_done = False
+        self._told_head = False
+        self._informational = False
+        self._surplus = False
+
+    # The reactor's callbacks
+
+    def connected(self) -> None:
+        self.connect_until = None
+        if self.upstream is not None:
+            self.upstream.answered.on_connected()
+
+    def received(self, data: bytes) -> None:
+        if self.idle_since is not None:
+            # Nobody asked for anything: whatever it says, the connection is out of step.
+            self._drop_idle()
+            return
+        self.bytes_in += len(data)
+        if not self._head_done:
+            self._head_bytes += len(data)
+        problem = None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a bug of ours, not the worker's
+        except httptools.HttpParserError as error:
+            problem = str(error)
+        except httptools.HttpParserUpgrade:
+            problem = "the worker switched protocols unasked"
+        if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
+            problem = "the head of the answer is too large"
+        if self.complete and (problem or self._surplus):
+            self._surplus = True
+            problem = "bytes after the end of the answer"
+        self._deliver(problem)
+
+    def ended(self) -> None:
+        if self.idle_since is not None:
+            self._drop_idle()
+        elif self._head_done and self.until_close and not self._informational:
+            self.complete = True
+            self._deliver(None)
+        else:
+            self._break("the worker closed the connection", stale=self.bytes_in == 0)
+
+    def lost(self, error: OSError) -> None:
+        if self.idle_since is not None:
+            self._drop_idle()
+        elif self.connect_until is not None:
+            self._break(f"no connection: {error}", connecting=True)
+        else:
+            self._break(f"connection lost: {error}", stale=self.bytes_in == 0)
+
+    def crashed(self, error: Exception) -> None:
+        upstream = self.upstream
+        self.upstream = None
+        self.close()
+        if upstream is None:
+            raise error
+        upstream.channel = None
+        upstream.answered.on_crash(error)
+
+    def sweep(self, now: float) -> float | None:
+        if not self.is_open:
+            return None
+        if self.connect_until is not None:
+            if now < self.connect_until:
+                return self.connect_until
+            self._break("no connection in time", connecting=True)
+        elif self.idle_since is not None:
+            until = self.idle_since + self.pool.keep_alive_seconds
+            if now < until:
+                return until
+            self._drop_idle()
+        elif self.leaving_since is not None:
+            until = self.leaving_since + LINGER_SECONDS
+            if now < until:
+                return until
+            self.close()
+        return None
+
+    # What httptools reports; nothing but notes is taken here, so that no callback of ours raises
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._surplus = True
+        self._informational = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done and not self.complete:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._informational = True
+            self._headers = []
+            return
+        self.status = status
+        self._head_done = True
+        self.until_close = not any(
+            name in (b"content-length", b"transfer-encoding") for name, _ in self._headers
+        )
+
+    def on_body(self, data: bytes) -> None:
+        if not self.complete:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._informational or self.complete:
+            return
+        self.complete = True
+        self.keep = self._parser.should_keep_alive()
+
+    # Telling whoever asked
+
+    def _deliver(self, problem: str | None) -> None:
+        """Head, body, end, in this order; each may end our relation to the one who is told."""
+        if (upstream := self.upstream) is not None:
+            answered = upstream.answered
+            if self._head_done and not self._told_head:
+                self._told_head = True
+                upstream.request = None
+                answered.on_head(self.status, self._headers)
+            if self._body:
+                body, self._body = self._body, []
+                if self.upstream is upstream:
+                    answered.on_body(body[0] if len(body) == 1 else b"".join(body))
+        self._body.clear()
+        if not self.is_open:
+            return
+        if problem is not None:
+            self._break(problem)
+        elif self.complete:
+            self._finish()
+
+    def _finish(self) -> None:
+        upstream, self.upstream = self.upstream, None
+        self.leaving_since = None
+        self.give_back()
+        if upstream is not None:
+            upstream.channel = None
+            upstream.answered.on_end()
+
+    def _break(self, detail: str, *, connecting: bool = False, stale: bool = False) -> None:
+        upstream, self.upstream = self.upstream, None
+        self.close()
+        if upstream is None:
+            return
+        upstream.channel = None
+        if stale and self.reused and upstream.request is not None:
+            upstream.pool.start_fresh(upstream)
+        else:
+            upstream.answered.on_broken(detail, connecting=connecting)
+
+    def _drop_idle(self) -> None:
+        self.idle_since = None
+        if self in self.pool.idle:
+            self.pool.idle.remove(self)
+        self.close()
+
+
+@define(eq=False)
+class Pool:
+    """The connections to one worker. There is no limit of its own below the admission limit."""
+
+    reactor: Reactor
+    #: The `Host` header, and what is put before every path.
+    authority: bytes
+    base_path: bytes
+    addresses: Callable[[], list[Address]]
+    tls: TlsTarget | None
+    connect_timeout_seconds: float
+    keep_alive_seconds: float
+    rank: Rank = Rank.WORKER
+    #: Idle connections, the one used last at the end, so that the others may grow old and go.
+    idle: list[WorkerChannel] = field(factory=list)
+    _turn: int = 0
+
+    def send(self, request: bytes, answered: Answered) -> Upstream:
+        """Send on an idle or a new connection; failures come by `on_broken`, never as exceptions.
+
+        `on_connected` and `on_broken` may be called before this returns.
+        """
+        upstream = Upstream(self, request, answered)
+        channel = self._take_idle()
+        if channel is None:
+            self.start_fresh(upstream)
+        else:
+            answered.on_connected()
+            channel.start(upstream)
+        return upstream
+
+    def start_fresh(self, upstream: Upstream) -> None:
+        """Send on a new connection."""
+        addresses = self.addresses()
+        if not addresses:
+            upstream.answered.on_broken("the host name is not resolved", connecting=True)
+            return
+        # Every attempt takes the next address; a dead one costs one attempt, not all.
+        address = addresses[self._turn % len(addresses)]
+        self._turn += 1
+        try:
+            sock = self.reactor.connect(address, self.tls)
+        except OSError as error:
+            upstream.answered.on_broken(f"no connection: {error}", connecting=True)
+            return
+        until = self.reactor.now + self.connect_timeout_seconds
+        WorkerChannel(self, sock, until).start(upstream)
+
+    def close(self) -> None:
+        """Close the idle connections; busy ones belong to their requests."""
+        while self.idle:
+            channel = self.idle.pop()
+            channel.idle_since = None
+            channel.close()
+
+    def _take_idle(self) -> WorkerChannel | None:
+        now = self.reactor.now
+        while self.idle:
+            channel = self.idle.pop()
+            idle_since, channel.idle_since = channel.idle_since, None
+            if channel.is_open and idle_since is not None:
+                if now - idle_since < FRESH_SECONDS or channel.sock.is_quiet():
+                    return channel
+                channel.close()
+        return None
