@@ -1,9 +1,10 @@
 """The breaker of one worker: what its own requests say about it.
 
 Only the end of a leg is a verdict. A 4xx, a 429, a 503 and a leg that we closed are neutral: they
-neither count as a failure nor end a row of failures. Whoever takes a permit gives it back with one
-verdict; a verdict of a permit that an earlier move of the breaker has overtaken is told as the
-plain fact (`succeeded`, `failed`, `said_nothing`), whatever the permit was when it was taken.
+neither count as a failure nor end a row of failures, and a probe that ends so has only given its
+permit back. A permit taken before the last move of the breaker is told as the plain fact
+(`succeeded`, `failed`, `said_nothing`), whatever it was when it was taken, and to a breaker that is
+closed by then not at all: what an older request met says nothing about the worker as it is now.
 """
 
 from enum import StrEnum

@@ -111,7 +111,8 @@ def _dot_scope(chart: Chart, inside: str | None, names: Sequence[str]) -> Iterat
             yield _dot_state(chart, state)
     for name in direct:
         yield f'subgraph "cluster_{name}" {{'
-        yield f'  label="scope: {name}"; labelloc=t; labeljust=l; style="rounded"; color="#b0bec5"; margin=14;'
+        yield f'  label="scope: {name}"; labelloc=t; labeljust=l;'
+        yield '  style="rounded"; color="#b0bec5"; margin=14;'
         yield from _indent(_dot_scope(chart, name, smaller))
         yield "}"
 
@@ -137,7 +138,7 @@ def _dot_arrow(chart: Chart, arrow: Arrow) -> str:
 
 
 def mermaid(chart: Chart) -> str:
-    """The chart as a Mermaid state diagram: flat, scopes as colours, boxes as nodes of their own."""
+    """The chart as a Mermaid state diagram: flat, scopes as colours, a node for each box."""
     return "\n".join(["stateDiagram-v2", *_indent(_mermaid_body(chart)), ""])
 
 

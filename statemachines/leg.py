@@ -1,7 +1,8 @@
 """One leg: one dispatch of a request to one worker, in a role (mixed, prefill or decode).
 
 A leg knows nothing of the request it serves. How it ended is a fact for its request, one outcome
-in its worker's metrics and one verdict for its worker's breaker; the tables at the end say which.
+in its worker's metrics and one verdict for its worker's breaker; what stands behind the chart
+says which.
 """
 
 from enum import StrEnum
@@ -9,7 +10,16 @@ from typing import Literal
 
 from statemachines.chart import Chart, Edge, each, everywhere
 
-__all__ = ["LEG", "OUTCOMES", "VERDICTS", "LegState", "Outcome", "Verdict"]
+__all__ = [
+    "LEG",
+    "OUTCOMES",
+    "VERDICTS",
+    "LegState",
+    "Outcome",
+    "Verdict",
+    "told_by_decode",
+    "told_by_prefill",
+]
 
 
 class LegState(StrEnum):
@@ -132,3 +142,41 @@ VERDICTS: dict[LegState, Verdict] = {
     S.CLOSED: "neutral",
     S.CRASHED: "neutral",
 }
+
+
+#### What the end of a leg is for its request
+
+_TOLD = {
+    "completed": "completed",
+    "rejected": "rejected",
+    "broke": "leg_lost",
+    "stalled": "leg_stalled",
+    "lied": "leg_lied",
+    "handed_back": "handed_back",
+    "bug": "crashed",
+}
+
+
+def told_by_decode(fact: str, *, answer_began: bool, end_was_seen: bool) -> str:
+    """The request's word for the fact that ended its decode leg, or its only one.
+
+    `answer_began`: the client was given something of this leg's answer. `end_was_seen`: a finish
+    reason, or the whole budget, was delivered before.
+    """
+    if end_was_seen and fact not in ("completed", "bug"):
+        return "lost_after_end"
+    if fact in ("erred", "backpressure"):
+        # Inside an answer that has begun, an error is an end that lies; before that it is this
+        # worker's refusal, and the next one may do better.
+        return "leg_lied" if answer_began else "overloaded"
+    return _TOLD[fact]
+
+
+def told_by_prefill(fact: str, *, answer_began: bool) -> str:
+    """The request's word for the fact that ended the prefill leg of its current attempt badly.
+
+    A 4xx is a verdict on the request; once decode's answer has begun nobody can be given it.
+    """
+    if fact == "bug":
+        return "crashed"
+    return "rejected" if fact == "rejected" and not answer_began else "prefill_failed"

@@ -56,7 +56,7 @@ def row_table(chart: Chart) -> str:
 
 
 def grid(chart: Chart) -> str:
-    """Facts down, open states across; in each cell where the fact leads, blank where it is illegal."""
+    """Facts down, open states across, in the cell where it leads; blank where it is illegal."""
     return _table(
         ("fact", *(str(state.value) for state in chart.open)),
         (

@@ -1,0 +1,54 @@
+"""The model check as one call: every world explored, every promise reported.
+
+It decides nothing: whoever calls it looks at `Report.is_good` and chooses an exit status.
+"""
+
+from attrs import frozen
+
+from statemachines import worlds
+from statemachines.explore import Found, explore
+
+__all__ = ["Report", "run_checks"]
+
+
+@frozen
+class Report:
+    """What every exploration found, in a fixed order."""
+
+    found: tuple[Found, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return not any(each.broken for each in self.found)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for each in self.found:
+            broken = {breach.promise for breach in each.broken}
+            lines.append(f"{each.model}: {each.worlds} worlds, {each.steps} steps")
+            for promise in each.promises:
+                lines.append(f"  {'BROKEN' if promise in broken else 'holds '}  {promise}")
+        for each in self.found:
+            for breach in each.broken:
+                lines += ["", f"{each.model}, {breach}"]
+        worlds_seen = sum(each.worlds for each in self.found)
+        promises = sum(len(each.promises) for each in self.found)
+        failed = sum(len(each.broken) for each in self.found)
+        lines += ["", f"{worlds_seen} worlds, {promises} promises, {failed} broken"]
+        return lines
+
+
+def run_checks() -> Report:
+    """Explore every world to its end; takes about a second."""
+    return Report(
+        (
+            explore(worlds.life()),
+            explore(worlds.pair()),
+            explore(worlds.breaker()),
+            explore(worlds.worker()),
+            explore(worlds.router()),
+        )
+    )

@@ -1,0 +1,118 @@
+"""The files and blocks that are generated from the charts, written or compared.
+
+Generated text is committed, so that a change to a chart shows its new picture in the same diff.
+Text files are compared byte for byte. An SVG is rendered by Graphviz, whose bytes differ between
+versions, so it carries the hash of the DOT text it was made from, and that is compared instead.
+In Markdown files only what stands between `<!-- generated: NAME -->` and `<!-- /generated -->` is
+touched. This is the one module of the package that touches files.
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from statemachines import CHARTS, draw, tables
+
+__all__ = ["UnknownBlock", "blocks", "stale", "write"]
+
+_BLOCK = re.compile(
+    r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<close><!-- /generated -->)", re.DOTALL
+)
+_RENDER_SECONDS_MAX = 60
+
+
+class UnknownBlock(Exception):
+    """A document asks for a generated block that nobody makes."""
+
+
+def write(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
+    """Bring every generated file under `root` up to date and return those that changed.
+
+    `more` adds blocks of others by name. Without Graphviz's `dot` on the path the SVG files stay
+    as they are, and `stale` keeps reporting those that are not of this chart.
+    """
+    changed = []
+    for path, text in _texts(root, more or {}):
+        if _read(path) != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    program = shutil.which("dot")
+    for path, source in _pictures(root):
+        if program is not None and not _is_made_from(path, source):
+            path.write_text(_svg(program, source), encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def stale(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
+    """The generated files under `root` that are missing or not what the charts say."""
+    texts = [path for path, text in _texts(root, more or {}) if _read(path) != text]
+    pictures = [path for path, source in _pictures(root) if not _is_made_from(path, source)]
+    return texts + pictures
+
+
+def blocks() -> dict[str, str]:
+    """Every block a document may ask for, by name: `<chart>-diagram`, `-states`, `-rows`, ..."""
+    found = {}
+    for chart in CHARTS:
+        found[f"{chart.name}-diagram"] = f"```mermaid\n{draw.mermaid(chart)}```\n"
+        found[f"{chart.name}-states"] = tables.state_table(chart)
+        found[f"{chart.name}-facts"] = tables.fact_table(chart)
+        found[f"{chart.name}-guards"] = tables.guard_table(chart)
+        found[f"{chart.name}-rows"] = tables.row_table(chart)
+        found[f"{chart.name}-grid"] = tables.grid(chart)
+    return found
+
+
+def _texts(root: Path, more: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    for chart in CHARTS:
+        yield root / "diagrams" / f"{chart.name}.mmd", draw.mermaid(chart)
+        yield root / "diagrams" / f"{chart.name}.dot", draw.dot(chart)
+    made = {**blocks(), **more}
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = _read(path)
+        if text is not None and _BLOCK.search(text):
+            yield path, _filled(path, text, made)
+
+
+def _filled(path: Path, text: str, made: Mapping[str, str]) -> str:
+    def fill(block: re.Match[str]) -> str:
+        if block["name"] not in made:
+            raise UnknownBlock(f"{path.name}: no generated block is called {block['name']}")
+        return f"{block['open']}{made[block['name']]}{block['close']}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def _pictures(root: Path) -> Iterator[tuple[Path, str]]:
+    for chart in CHARTS:
+        yield root / "diagrams" / f"{chart.name}.svg", draw.dot(chart)
+
+
+def _svg(program: str, source: str) -> str:
+    rendered = subprocess.run(
+        [program, "-Tsvg"],
+        input=source,
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        timeout=_RENDER_SECONDS_MAX,
+    ).stdout
+    return f"{rendered.rstrip()}\n{_mark(source)}\n"
+
+
+def _is_made_from(path: Path, source: str) -> bool:
+    text = _read(path)
+    return text is not None and text.endswith(f"{_mark(source)}\n")
+
+
+def _mark(source: str) -> str:
+    return f"<!-- made from DOT text with sha256 {hashlib.sha256(source.encode()).hexdigest()} -->"
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None

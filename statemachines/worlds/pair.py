@@ -1,0 +1,319 @@
+"""One request on prefill/decode pairs, in both topologies: who fails when, and who hears of it.
+
+With the bootstrap protocol both legs are sent at once; prefill's leg is nobody's to cancel, and
+one that its request has left behind runs on as an orphan. With the serial protocol decode is sent
+only when prefill is done, and a prefill that nobody waits for any more is closed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, StrEnum
+
+from attrs import evolve, frozen
+
+from statemachines.chart import Chart
+from statemachines.explore import Model
+from statemachines.leg import LEG, told_by_decode, told_by_prefill
+from statemachines.leg import LegState as L
+from statemachines.request import REQUEST
+from statemachines.request import RequestState as S
+from statemachines.worlds.standin import fire
+
+__all__ = ["pair"]
+
+#: Retries, moves and pairs to start with: one thing is spent at a time, and one pair more than it
+#: takes is there, so that a second candidate is needed and found. The other world mixes them.
+BUDGETS = ((0, 0, 1), (1, 0, 2), (0, 1, 3))
+
+
+class Topology(StrEnum):
+    BOOTSTRAP = "bootstrap"
+    SERIAL = "serial"
+
+
+@frozen(cache_hash=True)
+class World:
+    topology: Topology
+    retries: int
+    moves: int
+    untried: int
+    state: Enum = S.QUEUED
+    #: The legs of the current attempt, or of the last one once the request is over.
+    prefill: Enum | None = None
+    decode: Enum | None = None
+    #: Bootstrap prefills whose attempt has ended before them.
+    orphans: int = 0
+    forms: int = 1
+    client_has_head: bool = False
+    client_has_content: bool = False
+    client_left: bool = False
+
+    # Ghosts
+    was_retried: bool = False
+    was_moved: bool = False
+    prefill_failed_late: bool = False
+    last_fact: str = ""
+
+    @property
+    def can_migrate(self) -> bool:
+        return self.moves > 0 and self.untried > 0
+
+    @property
+    def answer_began(self) -> bool:
+        return self.state in (S.COMMITTED, S.STREAMING, S.POISONED)
+
+
+#: A choice of what workers do; the other ways to lose a leg are all asked in the other world.
+PREFILL_DOES: Mapping[Enum | None, tuple[str, ...]] = {
+    L.CONNECTING: ("connected", "broke"),
+    L.WAITING: ("head_arrived", "stalled"),
+    L.ANSWERING: ("completed", "rejected", "backpressure", "erred", "lied"),
+}
+DECODE_DOES: Mapping[Enum | None, tuple[str, ...]] = {
+    L.CONNECTING: ("connected", "broke"),
+    L.WAITING: ("head_arrived", "broke"),
+    L.ANSWERING: ("first_token", "completed", "rejected", "broke"),
+    L.STREAMING: ("completed", "broke"),
+}
+
+
+def pair(request: Chart = REQUEST, leg: Chart = LEG) -> Model[World]:
+    """The model of one request on pairs, on these charts."""
+    return _Pair(request, leg).model()
+
+
+@frozen(eq=False)
+class _Pair:
+    request: Chart
+    leg: Chart
+
+    def model(self) -> Model[World]:
+        return Model(
+            name="one request on pairs",
+            starts=tuple(
+                World(topology=topology, retries=retries, moves=moves, untried=pairs)
+                for topology in Topology
+                for retries, moves, pairs in BUDGETS
+            ),
+            steps=self.steps,
+            is_over=lambda w: w.state in REQUEST.final and w.orphans == 0 and not _open(w),
+            always=ALWAYS,
+            between=BETWEEN,
+            sometimes=SOMETIMES,
+            show=show,
+        )
+
+    def steps(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.orphans > 0:
+            # It ends as it likes, at the latest by its own deadline, and tells no request.
+            yield "an orphaned prefill ended", evolve(world, orphans=world.orphans - 1)
+        if world.state in REQUEST.final:
+            return
+        yield "client left", self.told(evolve(world, client_left=True), "client_gone")
+        yield "deadline_passed", self.told(world, "deadline_passed")
+        if world.state in (S.QUEUED, S.MIGRATING):
+            yield "no pair can take it", self.told(world, "refused")
+            if world.untried > 0:
+                yield "pair chosen", self.admitted(world)
+        else:
+            yield from self.prefill_acts(world)
+            yield from self.decode_acts(world)
+
+    def admitted(self, world: World) -> World:
+        at_once = world.topology is Topology.BOOTSTRAP
+        sent = evolve(
+            world,
+            untried=world.untried - 1,
+            prefill=L.CONNECTING,
+            decode=L.CONNECTING if at_once else None,
+        )
+        return self.told(sent, "admitted")
+
+    def prefill_acts(self, world: World) -> Iterator[tuple[str, World]]:
+        for fact in PREFILL_DOES.get(world.prefill, ()):
+            yield f"prefill {fact}", self.prefill_told(world, fact)
+        if world.prefill is L.SUCCEEDED and world.decode is None:
+            yield "decode is sent", evolve(world, decode=L.CONNECTING)
+
+    def prefill_told(self, world: World, fact: str) -> World:
+        state = fire(self.leg, world.prefill or L.CONNECTING, fact).target
+        after = evolve(world, prefill=state)
+        if state in LEG.open or state is L.SUCCEEDED:
+            return after
+        word = told_by_prefill(fact, answer_began=world.answer_began)
+        late = world.state in (S.STREAMING, S.POISONED)
+        return evolve(self.told(after, word), prefill_failed_late=late)
+
+    def decode_acts(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.state is S.DISPATCHING and world.decode is L.ANSWERING:
+            yield "head forwarded", self.told(evolve(world, client_has_head=True), "answered")
+        for fact in DECODE_DOES.get(world.decode, ()):
+            # Without its KV cache decode computes nothing.
+            if fact != "first_token" or world.prefill not in (L.CONNECTING, L.WAITING):
+                yield f"decode {fact}", self.decode_told(world, fact)
+        if world.decode is L.ANSWERING:
+            yield "decode unreplayable", self.decode_told(world, "first_token", faithful=False)
+        if world.decode is L.SUCCEEDED:
+            yield "last byte taken", self.told(world, "completed")
+
+    def decode_told(self, world: World, fact: str, *, faithful: bool = True) -> World:
+        state = fire(self.leg, world.decode or L.CONNECTING, fact).target
+        after = evolve(world, decode=state)
+        if fact == "first_token":
+            after = evolve(after, client_has_head=True, client_has_content=True)
+            return self.told(after, fact, faithful=faithful)
+        if state in LEG.open or state is L.SUCCEEDED:
+            return after
+        word = told_by_decode(fact, answer_began=world.answer_began, end_was_seen=False)
+        return self.told(after, word)
+
+    def told(self, world: World, fact: str, *, faithful: bool = True) -> World:
+        """The world after the request was told a fact: its new state, budgets, scopes."""
+        edge = fire(
+            self.request,
+            world.state,
+            fact,
+            can_retry=world.retries > 0,
+            can_continue=faithful,
+            can_migrate=world.can_migrate,
+            can_rephrase=world.forms > 0,
+        )
+        after = _spent(world, fact, edge.target)
+        return self.without_attempt(after) if "attempt" in edge.leaves else after
+
+    def without_attempt(self, world: World) -> World:
+        """Decode closes with its attempt; a bootstrap prefill is left to itself."""
+        decode, prefill, orphans = world.decode, world.prefill, world.orphans
+        if decode is not None and decode in LEG.open:
+            decode = fire(self.leg, decode, "let_go").target
+        if prefill is not None and prefill in LEG.open:
+            if world.topology is Topology.BOOTSTRAP:
+                prefill, orphans = None, orphans + 1
+            else:
+                prefill = fire(self.leg, prefill, "let_go").target
+        return evolve(world, decode=decode, prefill=prefill, orphans=orphans)
+
+
+def _open(world: World) -> bool:
+    return world.prefill in LEG.open or world.decode in LEG.open
+
+
+def _spent(world: World, fact: str, target: Enum) -> World:
+    """Budgets and ghosts after the request went from `world.state` to `target`."""
+    retries, moves, forms, untried = world.retries, world.moves, world.forms, world.untried
+    retries -= target is S.QUEUED
+    moved = world.state is S.RESUMING and target in (S.STREAMING, S.POISONED, S.FINISHED)
+    moves -= moved
+    forms -= world.state is S.RESUMING and fact == "rejected" and target is S.MIGRATING
+    if target in REQUEST.final:
+        # What is over has no use for budgets; one that was overdrawn stays so, to be seen.
+        retries, moves, forms, untried = (min(b, 0) for b in (retries, moves, forms, untried))
+    return evolve(
+        world,
+        state=target,
+        retries=retries,
+        moves=moves,
+        forms=forms,
+        untried=untried,
+        was_retried=world.was_retried or target is S.QUEUED,
+        was_moved=world.was_moved or moved,
+        last_fact=fact if target in REQUEST.final else "",
+    )
+
+
+def show(world: World) -> Mapping[str, str]:
+    """The columns of a printed path."""
+    return {
+        "topology": world.topology.value,
+        "request": str(world.state.value),
+        "prefill": "" if world.prefill is None else str(world.prefill.value),
+        "decode": "" if world.decode is None else str(world.decode.value),
+        "orphans": str(world.orphans),
+        "retries": str(world.retries),
+        "moves": str(world.moves),
+        "client has": "content" if world.client_has_content else "head" * world.client_has_head,
+    }
+
+
+#### What must hold
+
+ATTEMPT = REQUEST.scopes["attempt"]
+FAILED_LEG = (L.REFUSED, L.PUSHED_BACK, L.BROKEN)
+
+ALWAYS: Mapping[str, Callable[[World], bool]] = {
+    "no decode leg outlives its attempt": lambda w: w.state in ATTEMPT or w.decode not in LEG.open,
+    "a bootstrap prefill is never closed by us": lambda w: (
+        w.topology is Topology.SERIAL or w.prefill is not L.CLOSED
+    ),
+    "a serial prefill does not outlive its attempt": lambda w: (
+        w.topology is Topology.BOOTSTRAP or w.orphans == 0
+    ),
+    "serial decode is not contacted before its prefill is done": lambda w: (
+        w.topology is Topology.BOOTSTRAP or w.decode is None or w.prefill is L.SUCCEEDED
+    ),
+    "decode does not wait for a prefill that failed": lambda w: (
+        w.prefill not in FAILED_LEG
+        or w.decode not in LEG.open
+        or w.state in (S.STREAMING, S.POISONED)
+    ),
+    "aborted is what had a head, no token, and a failed prefill": lambda w: (
+        w.state is not S.ABORTED
+        or (w.client_has_head and not w.client_has_content and w.prefill in FAILED_LEG)
+    ),
+    "a retry means that the client received nothing": lambda w: (
+        w.state is not S.QUEUED or not w.client_has_head
+    ),
+    "no budget is overdrawn": lambda w: min(w.retries, w.moves, w.forms, w.untried) >= 0,
+    "only a whole good answer is finished": lambda w: (
+        w.state is not S.FINISHED or w.decode is L.SUCCEEDED
+    ),
+    "abandoned is what its client left, and nothing else": lambda w: (
+        w.client_left is (w.state is S.ABANDONED)
+    ),
+}
+
+
+def _prefill_failed(world: World, after: World) -> bool:
+    return world.prefill in LEG.open and after.prefill in FAILED_LEG
+
+
+BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
+    "a prefill that fails after the first token changes nothing": lambda w, _, after: (
+        not (_prefill_failed(w, after) and w.state in (S.STREAMING, S.POISONED))
+        or (after.state, after.decode) == (w.state, w.decode)
+    ),
+    "with retries left, a failed prefill fails nothing before the head": lambda w, word, after: (
+        not (_prefill_failed(w, after) and w.state is S.DISPATCHING and w.retries > 0)
+        or after.state is S.QUEUED
+        or word == "prefill rejected"
+    ),
+    "a prefill's 4xx before the head is the client's": lambda w, word, after: (
+        not (word == "prefill rejected" and w.state is S.DISPATCHING)
+        or after.last_fact == "rejected"
+    ),
+    "with moves left, a failed prefill fails nothing that resumes": lambda w, word, after: (
+        not (_prefill_failed(w, after) and w.state is S.RESUMING and w.can_migrate)
+        or after.state is S.MIGRATING
+        or word == "prefill rejected"
+    ),
+}
+
+SOMETIMES: Mapping[str, Callable[[World], bool]] = {
+    "a pair finishes a request": lambda w: w.state is S.FINISHED and not w.was_retried,
+    "a fresh pair finishes a request whose prefill failed": lambda w: (
+        w.state is S.FINISHED and w.was_retried
+    ),
+    "a request is aborted because its prefill failed": lambda w: w.state is S.ABORTED,
+    "a stream finishes although its prefill failed late": lambda w: (
+        w.state is S.FINISHED and w.prefill_failed_late
+    ),
+    "a lost decode resumes on a fresh pair and finishes": lambda w: (
+        w.state is S.FINISHED and w.was_moved
+    ),
+    "a client leaves and the prefill runs on": lambda w: w.state is S.ABANDONED and w.orphans > 0,
+    "a client leaves and the serial prefill is closed": lambda w: (
+        w.state is S.ABANDONED and w.prefill is L.CLOSED and w.decode is None
+    ),
+    "decode answers before its prefill does": lambda w: (
+        w.state is S.STREAMING and w.prefill in LEG.open
+    ),
+}

@@ -1,0 +1,142 @@
+"""One worker from its first probe to its removal, with every order of probes and drains."""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+
+from attrs import evolve, frozen
+
+from statemachines.chart import Chart
+from statemachines.explore import Model
+from statemachines.worker import WORKER
+from statemachines.worker import WorkerState as S
+from statemachines.worlds.standin import fire
+
+__all__ = ["worker"]
+
+#: Probes in a row that it takes, either way.
+THRESHOLD = 2
+PROBES = 7
+DRAINS = 2
+
+
+@frozen(cache_hash=True)
+class World:
+    state: Enum = S.PROBING
+    #: In a row, up to the threshold.
+    passes: int = 0
+    failures: int = 0
+    probes_to_come: int = PROBES
+    drains_to_come: int = DRAINS
+    #: Ghost: since it was added, or asked to serve again.
+    ever_passed: bool = False
+
+
+def worker(chart: Chart = WORKER) -> Model[World]:
+    """The model of one worker's life, on this chart."""
+    return _Worker(chart).model()
+
+
+@frozen(eq=False)
+class _Worker:
+    chart: Chart
+
+    def model(self) -> Model[World]:
+        return Model(
+            name="one worker",
+            starts=(World(),),
+            steps=self.steps,
+            is_over=lambda w: w.state is S.GONE,
+            always=ALWAYS,
+            between=BETWEEN,
+            sometimes=SOMETIMES,
+            show=show,
+        )
+
+    def steps(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.state is S.GONE:
+            return
+        if world.probes_to_come > 0:
+            left = evolve(world, probes_to_come=world.probes_to_come - 1)
+            yield "probe_passed", self.passed(left)
+            yield "probe_failed", self.failed(left)
+        if world.drains_to_come > 0:
+            left = evolve(world, drains_to_come=world.drains_to_come - 1)
+            yield "drain_asked", self.told(left, "drain_asked")
+        if world.state is S.DRAINING:
+            yield "drain_cancelled", evolve(self.told(world, "drain_cancelled"), ever_passed=False)
+        yield "removed", self.told(world, "removed")
+
+    def passed(self, world: World) -> World:
+        passes = min(world.passes + 1, THRESHOLD)
+        return self.told(evolve(world, passes=passes, failures=0, ever_passed=True), "probe_passed")
+
+    def failed(self, world: World) -> World:
+        failures = min(world.failures + 1, THRESHOLD)
+        return self.told(evolve(world, passes=0, failures=failures), "probe_failed")
+
+    def told(self, world: World, fact: str) -> World:
+        edge = fire(
+            self.chart,
+            world.state,
+            fact,
+            passed_enough=world.passes >= THRESHOLD,
+            failed_enough=world.failures >= THRESHOLD,
+        )
+        return evolve(world, state=edge.target)
+
+
+def show(world: World) -> Mapping[str, str]:
+    """The columns of a printed path."""
+    return {
+        "worker": str(world.state.value),
+        "passes": str(world.passes),
+        "failures": str(world.failures),
+    }
+
+
+#### What must hold
+
+ALWAYS: Mapping[str, Callable[[World], bool]] = {
+    "a worker that never passed a probe is neither ready nor unhealthy": lambda w: (
+        w.ever_passed or w.state not in (S.READY, S.UNHEALTHY)
+    ),
+    "a ready worker has not failed enough probes in a row": lambda w: (
+        w.state is not S.READY or w.failures < THRESHOLD
+    ),
+    "an unhealthy worker has not passed enough probes in a row": lambda w: (
+        w.state is not S.UNHEALTHY or w.passes < THRESHOLD
+    ),
+    "probing is what has not passed a probe": lambda w: (
+        w.state is not S.PROBING or not w.ever_passed
+    ),
+}
+
+BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
+    "a draining worker drains until it is removed or asked to serve": lambda w, word, after: (
+        w.state is not S.DRAINING
+        or after.state is S.DRAINING
+        or word in ("removed", "drain_cancelled")
+    ),
+    "it becomes ready by passing a probe": lambda w, word, after: (
+        w.state is S.READY or after.state is not S.READY or word == "probe_passed"
+    ),
+    "one failed probe does not make a ready worker unhealthy": lambda w, word, after: (
+        after.state is not S.UNHEALTHY or w.state is S.UNHEALTHY or after.failures >= THRESHOLD
+    ),
+    "one passed probe does not make an unhealthy worker ready": lambda w, word, after: (
+        not (w.state is S.UNHEALTHY and after.state is S.READY) or after.passes >= THRESHOLD
+    ),
+    "whoever is asked to drain drains": lambda w, word, after: (
+        word != "drain_asked" or after.state is S.DRAINING
+    ),
+}
+
+SOMETIMES: Mapping[str, Callable[[World], bool]] = {
+    "it becomes ready with its first passed probe": lambda w: (
+        w.state is S.READY and w.probes_to_come == PROBES - 1
+    ),
+    "it becomes unhealthy": lambda w: w.state is S.UNHEALTHY,
+    "it comes back after it was unhealthy": lambda w: w.state is S.READY and w.passes >= THRESHOLD,
+    "it serves again after a drain": lambda w: w.state is S.READY and w.drains_to_come < DRAINS,
+    "it is removed while it drains": lambda w: w.state is S.GONE and w.drains_to_come < DRAINS,
+}
