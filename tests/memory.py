@@ -37,7 +37,7 @@ class Pipe:
     starved: bool = False
 
     def put(self, data: bytes) -> int:
-        """Take what fits; raises BlockingIOError where nothing does, BrokenPipeError after a break."""
+        """Take what fits; raises BlockingIOError if nothing does, BrokenPipeError after a break."""
         if self.broken:
             raise BrokenPipeError(errno.EPIPE, "broken pipe")
         room = self.capacity - len(self.data)
@@ -249,6 +249,8 @@ class MemoryNetwork:
     cuts: Random | None = None
     pipe_bytes: int = PIPE_BYTES
     engines: dict[tuple[str, int], Handler] = field(factory=dict)
+    #: Engines whose listener may be closed.
+    refuses: dict[tuple[str, int], Callable[[], bool]] = field(factory=dict)
     #: Addresses that neither accept nor refuse.
     silent: set[tuple[str, int]] = field(factory=set)
     listening: dict[tuple[str, int], MemoryListening] = field(factory=dict)
@@ -284,7 +286,7 @@ class MemoryNetwork:
         sock.is_connecting = True
         if target in self.silent:
             return sock
-        if handler is None:
+        if handler is None or self.refuses.get(target, lambda: False)():
             sock.established(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
         else:
             sock.established(None)
