@@ -17,6 +17,10 @@ from statemachines.breaker import BreakerState
 
 Verdict = Literal["success", "failure", "neutral"]
 
+# Names of this module: reading a member off an enum costs as much as the rest of `try_acquire`.
+_CLOSED: Final = BreakerState.CLOSED
+_OPEN: Final = BreakerState.OPEN
+
 VERDICT_OF: Final[Mapping[str, Verdict]] = {
     # What the outcome of a leg says about the health of its worker. Only `error` counts against
     # it: a 4xx is the client's doing, 429 and 503 are a busy worker's honest answer, and a leg
@@ -62,7 +66,7 @@ class Breaker:
     cooldown_secs: float
     max_cooldown_secs: float
     listeners: list[Callable[[Breaker, Edge], None]] = field(factory=list)
-    state: BreakerState = BreakerState.CLOSED
+    state: BreakerState = _CLOSED
     failures: int = 0  # in a row, since the last success
     cools_at: float = 0.0  # when the next probe may go although none has come back
     era: int = 0
@@ -72,6 +76,9 @@ class Breaker:
     def __attrs_post_init__(self) -> None:
         self._next_cooldown = min(self.cooldown_secs, self.max_cooldown_secs)
 
+    def __repr__(self) -> str:
+        return f"<Breaker {self.id}: {self.state.value}>"
+
     @property
     def trips(self) -> bool:
         """Guard: this many failures in a row are enough to open."""
@@ -79,14 +86,14 @@ class Breaker:
 
     def try_acquire(self, now: float) -> Permit | None:
         """A permit when a request may be sent; closing it is the caller's duty."""
-        if self.state is BreakerState.CLOSED:
+        if self.state is _CLOSED:
             return Permit(self, self.era)
         # A probe is judged at the end of its body, and a stream may run for half an hour: one that
         # has not failed within a cooldown does not keep the next one waiting.
-        waiting = self.state is BreakerState.OPEN or self.probe is not None
+        waiting = self.state is _OPEN or self.probe is not None
         if waiting and now < self.cools_at:
             return None
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             self._fire("cooled_down")
         self.probe = Permit(self, self.era, "probe")
         self.cools_at = now + self.cooldown_secs
@@ -100,7 +107,7 @@ class Breaker:
         """Take a permit back; called by the permit, once."""
         if permit is self.probe:
             self.probe = None
-        if self.state is not BreakerState.CLOSED:
+        if self.state is not _CLOSED:
             self._judge(permit, verdict, now)
         elif self.threshold and permit.era == self.era:
             # The path of nearly every request: a good end after good ones moves nothing and tells
@@ -131,7 +138,7 @@ class Breaker:
 
     def _failed(self, fact: str, now: float) -> None:
         self.failures += 1
-        if self._fire(fact).target is BreakerState.OPEN:
+        if self._fire(fact).target is _OPEN:
             self.cools_at = now + self._next_cooldown
             self._next_cooldown = min(2 * self._next_cooldown, self.max_cooldown_secs)
 

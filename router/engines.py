@@ -26,6 +26,7 @@ SGLANG_PAGES: Final = ("/model_info", "/get_model_info", "/server_info", "/get_s
 
 MODEL_NAMES_MAX: Final = 1000  # LoRA adapters are listed too; beyond this it is garbage
 MODEL_NAME_CHARS_MAX: Final = 512
+CONTEXT_LENGTH_MAX: Final = 2**40
 
 
 @frozen
@@ -167,7 +168,7 @@ def _card(item: object) -> _Card | None:
     if model_id is None:
         return None
     length = item.get("max_model_len")
-    known = type(length) is int and length > 0
+    known = type(length) is int and 0 < length <= CONTEXT_LENGTH_MAX
     return _Card(model_id, _text(item.get("owned_by")) or "", length if known else None)
 
 

@@ -99,6 +99,9 @@ class Worker:
     def __attrs_post_init__(self) -> None:
         self.engine = self.configured_engine
 
+    def __repr__(self) -> str:
+        return f"<Worker {self.id}: {self.state.value}>"
+
     @property
     def inflight(self) -> int:
         return len(self.legs)
@@ -192,6 +195,9 @@ class Fleet:
     # Answers of `ready`, thrown away whole when a worker moves, learns, joins or leaves. Only
     # models that some worker has named get a place, so clients cannot make it grow.
     _ready: dict[tuple[str, str | None], tuple[Worker, ...]] = field(init=False, factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<Fleet: {list(self._workers.values())}>"
 
     def add(self, spec: WorkerSpec) -> Worker:
         """A new worker, not yet probed; raises DuplicateWorker for an id that is taken."""
