@@ -7,31 +7,18 @@ ends, so that a half-open breaker never waits for a probe that nobody is making.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, Literal
 
 from attrs import define, field
 
 from statemachines import BREAKER, Edge
 from statemachines.breaker import BreakerState
-
-Verdict = Literal["success", "failure", "neutral"]
+from statemachines.leg import Verdict
 
 # Names of this module: reading a member off an enum costs as much as the rest of `try_acquire`.
 _CLOSED: Final = BreakerState.CLOSED
 _OPEN: Final = BreakerState.OPEN
-
-VERDICT_OF: Final[Mapping[str, Verdict]] = {
-    # What the outcome of a leg says about the health of its worker. Only `error` counts against
-    # it: a 4xx is the client's doing, 429 and 503 are a busy worker's honest answer, and a leg
-    # that was let go has shown nothing. A 4xx does not count for the worker either, or a stream
-    # of bad requests would hide a run of real failures between them.
-    "success": "success",
-    "client_error": "neutral",
-    "backpressure": "neutral",
-    "error": "failure",
-    "cancelled": "neutral",
-}
 
 
 @define(eq=False)

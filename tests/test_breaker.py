@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.breaker import VERDICT_OF, Breaker, Permit, Verdict
+from router.breaker import Breaker, Permit
 from statemachines import Edge
 from statemachines.breaker import BreakerState
+from statemachines.leg import VERDICTS, LegState, Verdict
 
 
 def make_breaker(threshold: int = 3) -> Breaker:
@@ -51,12 +52,14 @@ def test_a_success_ends_the_streak() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
-@pytest.mark.parametrize("outcome", ["client_error", "backpressure", "cancelled"])
-def test_what_is_not_the_workers_fault_never_opens_it(outcome: str) -> None:
+@pytest.mark.parametrize(
+    "end", [LegState.REFUSED, LegState.PUSHED_BACK, LegState.HANDED_BACK, LegState.CLOSED]
+)
+def test_what_is_not_the_workers_fault_never_opens_it(end: LegState) -> None:
     breaker = make_breaker()
 
     for _ in range(10):
-        send(breaker, VERDICT_OF[outcome])
+        send(breaker, VERDICTS[end])
 
     assert breaker.state is BreakerState.CLOSED
 
@@ -64,8 +67,9 @@ def test_what_is_not_the_workers_fault_never_opens_it(outcome: str) -> None:
 def test_client_errors_do_not_hide_a_run_of_failures() -> None:
     breaker = make_breaker()
 
-    for outcome in ("error", "client_error", "error", "client_error", "error"):
-        send(breaker, VERDICT_OF[outcome])
+    broken, refused = LegState.BROKEN, LegState.REFUSED
+    for end in (broken, refused, broken, refused, broken):
+        send(breaker, VERDICTS[end])
 
     assert breaker.state is BreakerState.OPEN
 

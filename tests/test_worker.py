@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from router.breaker import Verdict
 from router.choosing import Choice, make_chooser
 from router.config import Settings
 from router.engines import Knowledge
 from router.worker import DuplicateWorker, Fleet, Probe, ProbeOutcome, UnknownWorker, Worker
 from router.workerspec import WorkerSpec
 from statemachines import Edge
+from statemachines.leg import Verdict
 from statemachines.worker import WorkerState
 
 PASSED = Probe(ProbeOutcome.PASSED, at=0.0)
