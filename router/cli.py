@@ -172,19 +172,20 @@ def given_words(arguments: argparse.Namespace, table: Iterable[Option]) -> dict[
 
 SIM_HELP = {
     "engine": "whose API, answers and ways to die are imitated",
-    "model": "name of the one model it serves",
-    "name": "what its log lines call it",
     "host": "address to listen on",
     "port": "port to listen on; 0 picks a free one",
+    "name": "what faults and log lines call it",
+    "model": "name of the one model it serves",
     "context_length": "longest sequence in tokens",
     "token_seconds": "time between two tokens",
     "first_token_seconds": "time before the first token",
     "tokens_per_chunk": "tokens that leave in one event",
-    "eos_every": "how often an answer ends by itself: about once in so many tokens; 0 = never",
+    "eos_every": "an answer ends by itself once in so many tokens; 0 = never",
     "seed": "engines with one seed give the same answers",
-    "faults": "what goes wrong, and when",
-    "sigterm": "what SIGTERM does",
+    "ambiguous": "now and then write a word as pieces that encode differently when read back",
     "keep_alive_seconds": "how long an idle connection is kept",
+    "sigterm": "what SIGTERM does; native = what the imitated engine does",
+    "faults": "what goes wrong and when, as described below",
 }
 """The settings of a simulated engine that are flags; types and defaults are its own."""
 
@@ -192,26 +193,47 @@ SIM_HELP = {
 def _add_sim(parser: argparse.ArgumentParser) -> None:
     from router.sim.settings import SimSettings
 
-    hints = get_type_hints(SimSettings)
-    for field in attrs.fields(SimSettings):
-        if field.name not in SIM_HELP:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        text = SIM_HELP[field.name]
-        if field.name == "faults":
-            parser.add_argument(flag, nargs="+", action="extend", default=[], help=text)
-            continue
-        choices = get_args(hints[field.name]) or None
-        kind = type(field.default)
-        parser.add_argument(
-            flag,
-            type=kind,
-            choices=choices,
-            default=field.default,
-            metavar=None if choices else {int: "N", float: "SECONDS", str: "TEXT"}[kind],
-            help=f"{text} (default {field.default})",
-        )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _fault_help()
+    types = get_type_hints(SimSettings)
+    fields = attrs.fields_dict(SimSettings)
+    for name, text in SIM_HELP.items():
+        _add_sim_flag(parser, fields[name], get_args(types[name]), text.replace("%", "%%"))
     parser.set_defaults(command=_sim)
+
+
+def _fault_help() -> str:
+    """The language of faults as its module explains it, and every kind with its parameters."""
+    from router.sim import faults
+
+    lines = [f"faults:\n{(faults.__doc__ or '').partition(chr(10))[2].rstrip()}", "", "kinds:"]
+    for kind in faults.KINDS.values():
+        lines.append(f"  {kind.name}: {kind.text}")
+        lines += [f"      {p.name}={p.default}  {p.text}" for p in kind.parameters]
+    return "\n".join(lines)
+
+
+def _add_sim_flag(
+    parser: argparse.ArgumentParser,
+    field: attrs.Attribute[object],
+    choices: tuple[str, ...],
+    text: str,
+) -> None:
+    flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
+    default = f" (default {field.default})"
+    if kind is bool:
+        parser.add_argument(flag, action="store_true", help=text)
+    elif kind is tuple:
+        parser.add_argument(
+            flag, nargs="+", action="extend", default=[], metavar=("FAULT", "FAULT"), help=text
+        )
+    elif kind is str and choices:
+        parser.add_argument(flag, choices=choices, default=field.default, help=text + default)
+    else:
+        metavar = {int: "N", float: "SECONDS"}.get(kind, "TEXT")
+        parser.add_argument(
+            flag, type=kind, default=field.default, metavar=metavar, help=text + default
+        )
 
 
 def _sim(arguments: argparse.Namespace) -> int:
@@ -263,7 +285,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     def check(_: argparse.Namespace) -> int:
         from statemachines.check import run_checks
 
-        return run_checks()
+        report = run_checks()
+        print(report)
+        return 0 if report.is_good else 1
 
     parser.set_defaults(command=check)
 

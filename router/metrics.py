@@ -86,6 +86,7 @@ RETRIES = tuple(
 """A retry is a row of the request chart, so nothing counts it a second time."""
 
 _EDGES = tuple(edge for chart in CHARTS for edge in chart.edges)
+_FINALS = _values(state for state in REQUEST.states if state in REQUEST.final)
 _OUTCOMES = tuple(dict.fromkeys(OUTCOMES.values()))
 
 _ROUTE = Label("route", ROUTES)
@@ -95,7 +96,7 @@ TABLE = (
     Metric(
         "baton_requests_total",
         "counter",
-        (_ROUTE, Label("outcome", _values(s for s in REQUEST.states if s in REQUEST.final))),
+        (_ROUTE, Label("outcome", _FINALS)),
         "Requests that ended, by the final state of the request machine.",
     ),
     Metric(
@@ -242,9 +243,7 @@ class Metrics(Collector):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._registry = CollectorRegistry(auto_describe=False)
-        self._requests: Counts = {
-            (route, str(state.value)): 0 for route in ROUTES for state in REQUEST.final
-        }
+        self._requests: Counts = {(route, final): 0 for route in ROUTES for final in _FINALS}
         self._durations = {route: Histogram(DURATION_BOUNDS) for route in ROUTES}
         self._first_tokens = {route: Histogram(FIRST_TOKEN_BOUNDS) for route in ROUTES}
         # Edges are told apart by identity: their hash would be computed from seven fields.
