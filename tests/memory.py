@@ -138,7 +138,11 @@ class MemorySocket:
 
     def _recv(self, limit: int) -> bytes:
         assert not self.is_closed
-        return self.incoming.take(min(limit, self.network.cut(len(self.incoming.data))))
+        found = self.incoming.take(min(limit, self.network.cut(len(self.incoming.data))))
+        if self.incoming.data and len(found) < limit:
+            # A short read means a drained socket, so the rest must look as if it came later.
+            self._note_readable()
+        return found
 
     def _send(self, data: bytes) -> int:
         assert not self.is_closed
