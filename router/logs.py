@@ -220,6 +220,8 @@ def _shown(value: object) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.6f}"
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value))
     return str(value)
 
 

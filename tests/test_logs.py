@@ -191,10 +191,12 @@ def test_lines_below_the_level_are_not_written(level: str, seen: list[str], pipe
 def test_other_events_keep_the_order_of_their_fields(pipe: Pipe) -> None:
     pipe.configure()
 
-    structlog.get_logger().info("worker joined", worker="w1", seconds=0.5, models=None)
+    structlog.get_logger().info(
+        "worker joined", worker="w1", seconds=0.5, role=None, models=("m", "n")
+    )
 
     [line] = pipe.lines()
-    assert line.endswith(' info "worker joined" worker=w1 seconds=0.500000 models=-')
+    assert line.endswith(' info "worker joined" worker=w1 seconds=0.500000 role=- models=m,n')
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
