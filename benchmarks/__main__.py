@@ -47,7 +47,7 @@ def main(
     seconds
         How long each measurement's window is.
     only
-        Cases to run; `--list-cases` of the README describes them.
+        Cases to run: unary, unary32k, p128, p1000, s128, flat, churn (see README.md).
     candidates
         Names (direct, pass-through, baton, vllm-router, sglang-router, smg), or NAME=COMMAND with
         {port}, {metrics_port}, {workers} and {python} in it.

@@ -22,7 +22,8 @@ DIRECT = "direct"
 
 @frozen
 class Candidate:
-    """`command` may hold {port}, {metrics_port}, {python} and, as a word of its own, {workers}.
+    """`command` may hold {port}, {metrics_port}, {python}, {peers} (where peers are installed) and,
+    as a word of its own, {workers}.
 
     An empty command is no router at all: the load goes to the worker itself, whose cost is shown.
     """
@@ -83,6 +84,7 @@ def install(candidate: Candidate) -> None:
         return
     if not (PEER_ENVIRONMENT / "bin" / "pip").exists():
         venv.create(PEER_ENVIRONMENT, with_pip=True, clear=True)
+        (PEER_ENVIRONMENT / ".gitignore").write_text("*\n")
     pip = [str(PEER_ENVIRONMENT / "bin" / "pip"), "install", "--quiet"]
     print(f"installing {candidate.name} {version} into {PEER_ENVIRONMENT.name}", file=sys.stderr)
     subprocess.run([*pip, f"{candidate.name}=={version}"], check=True)
