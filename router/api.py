@@ -19,7 +19,7 @@ from router.headers import lines_of, request_id_of
 from router.metrics import CONTENT_TYPE, Metrics
 from router.options import SettingsError
 from router.reactor import Reactor
-from router.serving import Serving, has_key
+from router.serving import Serving, has_key, route_of
 from router.ticket import Ticket
 from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
 from router.workerspec import WorkerSpec
@@ -94,15 +94,18 @@ class Api:
             _route(r"/debug/requests/(?P<id>.+)", "debug", GET=self._request),
         ]
 
-    def answer(self, channel: ClientChannel, call: Call) -> bool:
-        """Answer the call, or say False: it is for a worker."""
-        path = call.path
+    def answer(self, channel: ClientChannel, call: Call) -> None:
+        """Answer a call that is not for a worker."""
         for pattern, handlers, guard in self._routes:
-            match = pattern.fullmatch(path)
+            match = pattern.fullmatch(call.path)
             if match is not None:
                 self._answer(channel, call, handlers, guard, match.groupdict())
-                return True
-        return False
+                return
+        if route_of(call.path) is not None:
+            refusal = Refusal("method_not_allowed", "Use POST here.")
+        else:
+            refusal = Refusal("not_found", "There is nothing at this path.")
+        channel.refuse(refusal, request_id_of(call.headers))
 
     def _answer(
         self,

@@ -322,12 +322,11 @@ class Exchange:
 
     def next_deadline(self) -> float | None:
         """The nearest of the request's, the queue's and the leg's (Trio's clock, seconds)."""
-        dues = [
-            due
-            for due in (self._request_due(), self.queue_until, self._leg_due())
-            if due is not None
-        ]
-        return min(dues) if dues else None
+        nearest = self._request_due()
+        for due in (self.queue_until, self._leg_due()):
+            if due is not None and (nearest is None or due < nearest):
+                nearest = due
+        return nearest
 
     def on_deadline(self, now: float) -> None:
         if self.ticket.is_over:

@@ -21,7 +21,7 @@ import httptools
 from attrs import define, field, frozen
 
 from router.errors import Refusal
-from router.headers import Headers, find, lines_of
+from router.headers import Headers, lines_of
 from router.reactor import Channel, Rank, Reactor, Waker
 from router.sockets import Socket
 
@@ -63,17 +63,14 @@ class Call:
 
     method: str = ""
     target: bytes = b""
+    #: The target without its query.
+    path: str = ""
     http_10: bool = False
     keep_alive: bool = False
     headers: Headers = field(factory=list)
     body: bytes = b""
     #: Set where the request cannot be served: it is answered so and the connection closed.
     refusal: Refusal | None = None
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition(b"?")[0].decode("latin-1")
 
 
 class Gone(Exception):
@@ -189,10 +186,11 @@ class ClientChannel(Channel):
         if call is None or not call.keep_alive or call.refusal is not None:
             self.end()
             return
-        self._quiet_since = self.reactor.now
-        self._arm()
+        now = self._quiet_since = self.reactor.now
         if not self._calls:
             self.resume()
+        if self.limits.idle_seconds:
+            self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
 
     def end(self) -> None:
         """Close in order: the backlog is written, then FIN, then a moment of swallowing input."""
@@ -352,7 +350,9 @@ class ClientChannel(Channel):
 
     def rearm(self) -> None:
         """A deadline of the call may have come nearer."""
-        self._arm()
+        due = None if self.watcher is None else self.watcher.next_deadline()
+        if due is not None:
+            self.reactor.sweeper.arm(self, due)
 
     # Deadlines
 
@@ -453,7 +453,8 @@ class ClientChannel(Channel):
     def on_headers_complete(self) -> None:
         call, parser = self._call, self._parser
         call.method = parser.get_method().decode()
-        call.target = b"".join(self._target)
+        call.target = target = b"".join(self._target)
+        call.path = target.partition(b"?")[0].decode("latin-1")
         call.http_10 = parser.get_http_version() != "1.1"
         call.keep_alive = parser.should_keep_alive()
         self.reading = Reading.BODY
@@ -461,10 +462,6 @@ class ClientChannel(Channel):
         if refusal is not None:
             self._refuse_rest(refusal)
             raise _Refused
-        if not call.http_10 and not self._calls and self.current is None:
-            expectation = find(call.headers, b"expect")
-            if expectation is not None and expectation.lower() == b"100-continue":
-                self.send(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
@@ -485,18 +482,25 @@ class ClientChannel(Channel):
         self._waker.wake()
 
     def _refusal_of_head(self, call: Call) -> Refusal | None:
-        if self._fed > self.limits.head_bytes_max:
-            size = len(call.target) + sum(len(n) + len(v) + 4 for n, v in call.headers)
-            if size > self.limits.head_bytes_max:
-                return self._too_large_head()
-        version = self._parser.get_http_version()
-        if version not in ("1.1", "1.0"):
-            return Refusal("bad_request", f"HTTP/{version} is not spoken here.")
-        if not call.http_10 and sum(name == b"host" for name, _ in call.headers) != 1:
+        """What is wrong with a head; a client that waits for leave to send its body gets it."""
+        hosts = size = 0
+        expects = False
+        for name, value in call.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length" and int(value) > self.limits.body_bytes_max:
+                return self._too_large_body()
+            elif name == b"expect":
+                expects = value.lower() == b"100-continue"
+        if size + len(call.target) > self.limits.head_bytes_max:
+            return self._too_large_head()
+        if not call.http_10 and hosts != 1:
             return Refusal("bad_request", "A request has exactly one Host header.")
-        length = find(call.headers, b"content-length")
-        if length is not None and int(length) > self.limits.body_bytes_max:
-            return self._too_large_body()
+        if call.http_10 and self._parser.get_http_version() != "1.0":
+            return Refusal("bad_request", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        if expects and not call.http_10 and not self._calls and self.current is None:
+            self.send(_CONTINUE)
         return None
 
     def _too_large_body(self) -> Refusal:

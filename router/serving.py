@@ -52,6 +52,8 @@ _ROUTES = {
     "/rerank": OTHER,
     "/score": OTHER,
 }
+#: Below /v1/, but answered here.
+_LOCAL = ("/v1/models", "/v1/workers")
 #: Bodies of these kinds are not JSON and are not looked into.
 _OPAQUE_BODIES = (b"multipart/", b"application/octet-stream", b"audio/", b"image/")
 
@@ -68,9 +70,9 @@ class House(Protocol):
 
 
 def route_of(path: str) -> Route | None:
-    """The route of a POST that is proxied, or None."""
+    """The route of a path that is proxied when it is posted to, or None."""
     route = _ROUTES.get(path)
-    if route is None and path.startswith("/v1/") and not path.startswith("/v1/workers"):
+    if route is None and path.startswith("/v1/") and not path.startswith(_LOCAL):
         return OTHER
     return route
 
@@ -121,11 +123,11 @@ class Serving:
     # One connection
 
     async def serve_connection(
-        self, channel: ClientChannel, answer_locally: Callable[[ClientChannel, Call], bool]
+        self, channel: ClientChannel, answer_locally: Callable[[ClientChannel, Call], None]
     ) -> None:
         """Serve the calls of one client connection until it ends. Closes it, also when cancelled.
 
-        `answer_locally` answers what is not proxied, or says False.
+        `answer_locally` answers whatever is not proxied.
         """
         try:
             while True:
@@ -134,8 +136,10 @@ class Serving:
                     call.keep_alive = False  # so that a drain is not held up by idle clients
                 if call.refusal is not None:
                     channel.refuse(call.refusal)
-                elif not answer_locally(channel, call):
-                    await self.serve_call(channel, call)
+                elif call.method == "POST" and (route := route_of(call.path)) is not None:
+                    await self.serve_call(channel, call, route)
+                else:
+                    answer_locally(channel, call)
                 channel.finish_call()
         except Gone:
             await channel.wait_closed()
@@ -151,20 +155,12 @@ class Serving:
 
     # One call
 
-    async def serve_call(self, channel: ClientChannel, call: Call) -> None:
+    async def serve_call(self, channel: ClientChannel, call: Call, route: Route) -> None:
         """Serve one proxied call to its final state; the reply is written or cut on return."""
-        request_id = request_id_of(call.headers)
-        route = route_of(call.path)
-        if route is None:
-            channel.refuse(Refusal("not_found", "There is nothing at this path."), request_id)
-            return
-        if call.method != "POST":
-            channel.refuse(Refusal("method_not_allowed", "Use POST here."), request_id)
-            return
         asked = self._refusal_of_key(call) or _read(call, route)
         refusal = asked if isinstance(asked, Refusal) else None
         read = Asked() if isinstance(asked, Refusal) else asked
-        exchange = self._open(channel, call, route, read, request_id)
+        exchange = self._open(channel, call, route, read)
         try:
             if refusal is not None:
                 exchange.fire("refused", Failure(refusal))
@@ -184,11 +180,9 @@ class Serving:
             if not exchange.ticket.is_over:
                 exchange.fire("shut_down", Failure(_shutting_down()))
 
-    def _open(
-        self, channel: ClientChannel, call: Call, route: Route, asked: Asked, request_id: str
-    ) -> Exchange:
+    def _open(self, channel: ClientChannel, call: Call, route: Route, asked: Asked) -> Exchange:
         ticket = Ticket(
-            id=request_id,
+            id=request_id_of(call.headers),
             route=route.label,
             model=asked.model,
             started_at=self.reactor.now,
