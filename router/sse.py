@@ -66,7 +66,7 @@ class EventReader:
 
 def data_of(event: bytes) -> bytes | None:
     """The data an event carries (its data lines joined with LF), or None when it has none."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
         return event[6:-2]
     lines = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
