@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,16 +108,18 @@ def test_an_event_without_an_end_is_never_returned() -> None:
     assert left == b"data: b\n"
 
 
+# fmt: off
 PIECES = st.sampled_from(
-    [b"data", b":", b" ", b"data: ", b"\n", b"\r", b"\r\n", b"\n\n", b"x", "日".encode(), b"[DONE]"]
-    + [b"event: e\n", b": ping\n\n", b'data: {"a":1}\n\n', b"data: y\r\n\r\n", b"\x00", b"id"]
+    [b"data", b":", b" ", b"data: ", b"\n", b"\r", b"\r\n", b"\n\n", b"x", "日".encode(), b"[DONE]",
+     b"event: e\n", b": ping\n\n", b'data: {"a":1}\n\n', b"data: y\r\n\r\n", b"\x00", b"id"]
 )
+# fmt: on
 
 
 @given(st.lists(PIECES, max_size=30).map(b"".join), st.lists(st.integers(0, 200), max_size=8))
 def test_any_cut_of_any_stream_gives_the_same_data(stream: bytes, cuts: list[int]) -> None:
     places = sorted({cut for cut in cuts if cut < len(stream)} | {0, len(stream)})
-    pieces = [stream[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [stream[start:end] for start, end in pairwise(places)]
 
     events, _ = read(pieces)
 
