@@ -28,7 +28,7 @@ class Report:
         lines = []
         for each in self.found:
             broken = {breach.promise for breach in each.broken}
-            lines.append(f"{each.model}: {each.worlds} worlds, {each.steps} steps")
+            lines.append(f"{each.model}: {each.worlds} states, {each.steps} steps")
             for promise in each.promises:
                 lines.append(f"  {'BROKEN' if promise in broken else 'holds '}  {promise}")
         for each in self.found:
@@ -37,7 +37,7 @@ class Report:
         worlds_seen = sum(each.worlds for each in self.found)
         promises = sum(len(each.promises) for each in self.found)
         failed = sum(len(each.broken) for each in self.found)
-        lines += ["", f"{worlds_seen} worlds, {promises} promises, {failed} broken"]
+        lines += ["", f"{worlds_seen} states, {promises} promises, {failed} broken"]
         return lines
 
 

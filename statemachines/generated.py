@@ -8,6 +8,7 @@ touched. This is the one module of the package that touches files.
 """
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from statemachines import CHARTS, draw, tables
+from statemachines.leg import OUTCOMES, VERDICTS
 
 __all__ = ["UnknownBlock", "blocks", "stale", "write"]
 
@@ -55,16 +57,26 @@ def stale(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
     return texts + pictures
 
 
-def blocks() -> dict[str, str]:
-    """Every block a document may ask for, by name: `<chart>-diagram`, `-states`, `-rows`, ..."""
+def blocks(diagrams: str = "diagrams") -> dict[str, str]:
+    """Every block a document may ask for, by name: `<chart>-diagram`, `-states`, `-rows`, ...
+
+    `diagrams` is the way from the document to the folder of the pictures.
+    """
     found = {}
     for chart in CHARTS:
-        found[f"{chart.name}-diagram"] = f"```mermaid\n{draw.mermaid(chart)}```\n"
+        # Graphviz lays the boxes out better than any viewer of Mermaid, so it is the picture.
+        picture = f"{diagrams}/{chart.name}.svg"
+        found[f"{chart.name}-diagram"] = f"![The {chart.name} machine]({picture})\n"
+        found[f"{chart.name}-mermaid"] = f"```mermaid\n{draw.mermaid(chart)}```\n"
         found[f"{chart.name}-states"] = tables.state_table(chart)
         found[f"{chart.name}-facts"] = tables.fact_table(chart)
         found[f"{chart.name}-guards"] = tables.guard_table(chart)
         found[f"{chart.name}-rows"] = tables.row_table(chart)
         found[f"{chart.name}-grid"] = tables.grid(chart)
+    found["leg-outcomes"] = tables.table(
+        ("ends as", "outcome", "says to the breaker"),
+        ((f"**{s.value}**", f"`{OUTCOMES[s]}`", VERDICTS[s]) for s in OUTCOMES),
+    )
     return found
 
 
@@ -72,11 +84,11 @@ def _texts(root: Path, more: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for chart in CHARTS:
         yield root / "diagrams" / f"{chart.name}.mmd", draw.mermaid(chart)
         yield root / "diagrams" / f"{chart.name}.dot", draw.dot(chart)
-    made = {**blocks(), **more}
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = _read(path)
         if text is not None and _BLOCK.search(text):
-            yield path, _filled(path, text, made)
+            diagrams = Path(os.path.relpath(root / "diagrams", path.parent)).as_posix()
+            yield path, _filled(path, text, {**blocks(diagrams), **more})
 
 
 def _filled(path: Path, text: str, made: Mapping[str, str]) -> str:

@@ -9,12 +9,12 @@ from enum import Enum
 
 from statemachines.chart import Chart, Edge
 
-__all__ = ["fact_table", "grid", "guard_table", "row_table", "state_table"]
+__all__ = ["fact_table", "grid", "guard_table", "row_table", "state_table", "table"]
 
 
 def state_table(chart: Chart) -> str:
     """Every state, the scopes that hold it, and what it means."""
-    return _table(
+    return table(
         ("state", "scopes", f"the {chart.name} is …"),
         (
             (
@@ -29,18 +29,18 @@ def state_table(chart: Chart) -> str:
 
 def fact_table(chart: Chart) -> str:
     """Every fact and what has happened when it is told."""
-    return _table(("fact", "what has happened"), _words(chart.facts.items()))
+    return table(("fact", "what has happened"), _words(chart.facts.items()))
 
 
 def guard_table(chart: Chart) -> str:
     """Every guard and what holds when it is true."""
-    return _table(("guard", "holds while"), _words(chart.guards.items()))
+    return table(("guard", "holds while"), _words(chart.guards.items()))
 
 
 def row_table(chart: Chart) -> str:
     """Every row with its why; a row that holds in every open state stands once."""
     rows = {id(e) if not e.everywhere else (e.fact, e.target): e for e in chart.edges}
-    return _table(
+    return table(
         ("in", "fact", "if", "leads to", "because"),
         (
             (
@@ -57,7 +57,7 @@ def row_table(chart: Chart) -> str:
 
 def grid(chart: Chart) -> str:
     """Facts down, open states across, in the cell where it leads; blank where it is illegal."""
-    return _table(
+    return table(
         ("fact", *(str(state.value) for state in chart.open)),
         (
             (f"`{fact}`", *(_cell(chart, state, fact) for state in chart.open))
@@ -88,6 +88,7 @@ def _words(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     return ((f"`{word}`", text) for word, text in texts)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -144,6 +144,15 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "it is half open when its cooldown is over, not before": lambda w, word, after: (
         w.state is S.HALF_OPEN or after.state is not S.HALF_OPEN or w.has_cooled
     ),
+    "a probe that ends well closes it": lambda w, word, after: (
+        word != "probe succeeded" or after.state is S.CLOSED
+    ),
+    "a probe that fails opens it": lambda w, word, after: (
+        word != "probe failed" or after.state is S.OPEN
+    ),
+    "a request that was sent anyway and ends well closes it": lambda w, word, after: (
+        word != "forced succeeded" or after.state is S.CLOSED
+    ),
     "nobody waits for a probe that is not out": lambda w, word, after: (
         word != "sent anyway" or w.state is S.OPEN or "probe" in w.permits
     ),

@@ -13,13 +13,14 @@ from attrs import evolve, frozen
 
 from statemachines.chart import Chart
 from statemachines.explore import Model
-from statemachines.leg import LEG, told_by_decode
-from statemachines.leg import LegState as L
+from statemachines.leg import LEG, OUTCOMES, VERDICTS, LegState, told_by_decode
 from statemachines.request import REQUEST
 from statemachines.request import RequestState as S
 from statemachines.worlds.standin import fire
 
 __all__ = ["life"]
+
+L = LegState
 
 #: Enough for a failed start, a move, and a candidate that fails the move.
 WORKERS = 3
@@ -229,6 +230,25 @@ ATTEMPT = REQUEST.scopes["attempt"]
 #: Facts that may end a good answer all the same.
 STRONGER = ("client_gone", "deadline_passed", "shut_down", "crashed")
 LOSSES = ("broke", "stalled", "lied", "erred", "backpressure", "handed_back")
+AT_ONCE = ("client left", "deadline_passed", "shut_down", "crashed", "bug in the leg")
+#: What the worker's metrics and its breaker should read for what it did; all else is our doing.
+BOOKED = {
+    "completed": "success",
+    "rejected": "client_error",
+    "backpressure": "backpressure",
+    **dict.fromkeys(("erred", "broke", "stalled", "lied", "bug in the leg"), "error"),
+}
+JUDGED = {
+    "completed": "success",
+    **dict.fromkeys(("erred", "broke", "stalled", "lied"), "failure"),
+}
+
+
+def _leg_end(world: World, after: World) -> LegState | None:
+    """The final state that the leg has entered between the two worlds."""
+    ended = world.leg_is_open and not after.leg_is_open
+    return after.leg if ended and isinstance(after.leg, L) else None
+
 
 ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "no leg outlives its attempt": lambda w: w.state in ATTEMPT or not w.leg_is_open,
@@ -282,6 +302,30 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "a rejected form of a continuation is followed by another": lambda w, word, after: (
         not (w.state is S.RESUMING and word == "rejected" and w.forms > 0)
         or after.state in (S.MIGRATING, S.FINISHED)
+    ),
+    "a move begins only while one is left and somebody is untried": lambda w, word, after: (
+        after.state is not S.MIGRATING
+        or w.state is S.MIGRATING
+        or w.can_migrate
+        or word in ("handed_back", "rejected")
+    ),
+    "content that came flows on": lambda w, word, after: (
+        not word.startswith("first content") or after.state in (S.STREAMING, S.POISONED)
+    ),
+    "content of a kind of its own poisons, and nothing worse": lambda w, word, after: (
+        word != "content of a kind of its own" or after.state is S.POISONED
+    ),
+    "a client, a clock, a shutdown or a bug ends it at once": lambda w, word, after: (
+        word not in AT_ONCE or after.state in REQUEST.final
+    ),
+    "a leg is booked as what its worker did": lambda w, word, after: (
+        (end := _leg_end(w, after)) is None or OUTCOMES[end] == BOOKED.get(word, "cancelled")
+    ),
+    "a worker is blamed for what it did, and for nothing else": lambda w, word, after: (
+        (end := _leg_end(w, after)) is None or VERDICTS[end] == JUDGED.get(word, "neutral")
+    ),
+    "handed back is what its worker handed back": lambda w, word, after: (
+        (end := _leg_end(w, after)) is None or (word == "handed_back") is (end is L.HANDED_BACK)
     ),
     "what is over stays over": lambda w, word, after: w.state not in REQUEST.final,
 }

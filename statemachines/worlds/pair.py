@@ -290,6 +290,12 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         not (word == "prefill rejected" and w.state is S.DISPATCHING)
         or after.last_fact == "rejected"
     ),
+    "a move begins only while one is left and a pair is untried": lambda w, word, after: (
+        after.state is not S.MIGRATING
+        or w.state is S.MIGRATING
+        or w.can_migrate
+        or word.endswith("rejected")
+    ),
     "with moves left, a failed prefill fails nothing that resumes": lambda w, word, after: (
         not (_prefill_failed(w, after) and w.state is S.RESUMING and w.can_migrate)
         or after.state is S.MIGRATING

@@ -97,6 +97,7 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         word != "stop_asked" or w.signals_to_come < SIGNALS or after.requests == 0
         or after.state is S.DRAINING
     ),
+    "a crash ends it": lambda w, word, after: word != "crashed" or after.state is S.STOPPED,
     "the second signal ends it at once": lambda w, word, after: (
         word != "stop_asked" or w.signals_to_come == SIGNALS or after.state is S.STOPPED
     ),

@@ -126,6 +126,14 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "one passed probe does not make an unhealthy worker ready": lambda w, word, after: (
         not (w.state is S.UNHEALTHY and after.state is S.READY) or after.passes >= THRESHOLD
     ),
+    "a probe neither drains nor removes": lambda w, word, after: (
+        not word.startswith("probe_")
+        or w.state is S.DRAINING
+        or after.state not in (S.DRAINING, S.GONE)
+    ),
+    "what is removed is gone": lambda w, word, after: (
+        (word == "removed") is (after.state is S.GONE)
+    ),
     "whoever is asked to drain drains": lambda w, word, after: (
         word != "drain_asked" or after.state is S.DRAINING
     ),
