@@ -31,7 +31,9 @@ _LET_GO = {
     "prefill_failed": "aborted",
     "shut_down": "aborted",
 }
-_WAITING = frozenset({LegState.WAITING, LegState.ANSWERING})
+#: How often a silent stream's worker is looked at again.
+_SUSPECT_AGAIN_SECONDS = 1.0
+_WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
 #: Statuses of a worker that has no room now.
 _BUSY = frozenset({429, 503})
 
@@ -43,6 +45,8 @@ class Deadlines:
     request: float
     first_token: float
     stream_idle: float
+    #: Silence after which it matters what the worker's probes say.
+    suspect_idle: float
 
 
 @frozen
@@ -338,7 +342,7 @@ class Exchange:
             message = "The request waited too long for its turn."
             self.fire("refused", Failure(Refusal("queue_timeout", message, retry_after=1)))
         elif self.leg is not None and (due := self._leg_due()) is not None and due <= now:
-            self._meet_stall(self.leg)
+            self._meet_silence(self.leg, now)
 
     def _request_due(self) -> float | None:
         seconds = self.deadlines.request
@@ -348,12 +352,39 @@ class Exchange:
         leg = self.leg
         if leg is None or not self.wants_stream or leg.paused:
             return None
+        stall, suspect = self._stall_due(leg), self._suspect_due(leg)
+        if stall is None or (suspect is not None and suspect < stall):
+            return suspect
+        return stall
+
+    def _stall_due(self, leg: Leg) -> float | None:
         if leg.state in _WAITING:
             seconds = self.deadlines.first_token
             return leg.sent_at + seconds if seconds else None
         if leg.state is LegState.STREAMING and self.deadlines.stream_idle:
             return leg.last_event_at + self.deadlines.stream_idle
         return None
+
+    def _suspect_due(self, leg: Leg) -> float | None:
+        seconds = self.deadlines.suspect_idle
+        if not seconds:
+            return None
+        return max(leg.last_event_at + seconds, leg.suspect_again_at)
+
+    def _meet_silence(self, leg: Leg, now: float) -> None:
+        """Silence alone is patience's matter; with a worker that nobody reaches, it is the end.
+
+        A real vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is
+        already closed.
+        """
+        stall = self._stall_due(leg)
+        if stall is not None and stall <= now:
+            self._meet_stall(leg)
+        elif leg.worker.is_silent:
+            self._lose(leg, "stalled", "leg_stalled", Failure(_broken()))
+        else:
+            leg.worker.probe_soon()
+            leg.suspect_again_at = now + _SUSPECT_AGAIN_SECONDS
 
     def _meet_stall(self, leg: Leg) -> None:
         leg.worker.probe_soon()

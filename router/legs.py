@@ -67,6 +67,7 @@ class Leg:
         "sent_at",
         "state",
         "stream_outcome",
+        "suspect_again_at",
         "upstream",
         "worker",
     )
@@ -93,6 +94,8 @@ class Leg:
         self.sent_at = now
         #: When the last event with data came, or reading was resumed (Trio's clock, seconds).
         self.last_event_at = now
+        #: When a silent worker is looked at again.
+        self.suspect_again_at = now
         self.paused = False
         #: A 2xx stream; only those have a stream outcome.
         self.is_stream = False

@@ -65,11 +65,23 @@ class Sign(Enum):
     ERROR = "error"
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
 class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     text: str | None = None
+    delta: _Delta | None = None
+
+
+class _RareChoice(msgspec.Struct):
     delta: dict[str, msgspec.Raw] | None = None
+
+
+class _RareChunk(msgspec.Struct):
+    choices: list[_RareChoice] = []
 
 
 class _Usage(msgspec.Struct):
@@ -107,6 +119,7 @@ class _ErrorObject(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
+_RARE = msgspec.json.Decoder(_RareChunk)
 _GENERATE = msgspec.json.Decoder(_GenerateChunk)
 _ERROR = msgspec.json.Decoder(_ErrorObject)
 _NULL = (b"null", b'""')
@@ -179,8 +192,10 @@ class Judge:
                 if choice.finish_reason in LYING_FINISHES:
                     return Sign.LIE
                 self._finish(choice.index)
-            if choice.text or (choice.delta and _has_content(choice.delta)):
+            if choice.text or (choice.delta is not None and choice.delta.content):
                 sign = Sign.CONTENT
+        if sign is Sign.PREAMBLE and chunk.choices and _has_other_content(data):
+            return Sign.CONTENT
         return sign
 
     def _read_generate(self, data: bytes) -> Sign:
@@ -212,9 +227,13 @@ class Judge:
         return Sign.ERROR
 
 
-def _has_content(delta: dict[str, msgspec.Raw]) -> bool:
-    # Everything but the role is something the client reads: content, reasoning, tool calls.
-    return any(name != "role" and bytes(value) not in _NULL for name, value in delta.items())
+def _has_other_content(data: bytes) -> bool:
+    """Whether a delta without `content` holds anything but a role: reasoning, tool calls, audio."""
+    return any(
+        name != "role" and bytes(value) not in _NULL
+        for choice in _RARE.decode(data).choices
+        for name, value in (choice.delta or {}).items()
+    )
 
 
 def _status_of(error: bytes) -> int:

@@ -111,6 +111,7 @@ class Serving:
             request=settings.request_timeout_secs,
             first_token=settings.first_token_timeout_secs,
             stream_idle=settings.stream_idle_timeout_secs,
+            suspect_idle=settings.suspect_idle_secs,
         )
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self._ticket_listeners = (self._note, self.metrics.on_edge("request"))
