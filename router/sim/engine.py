@@ -35,7 +35,7 @@ from router.sim.running import Running
 from router.sim.settings import SimSettings
 from router.sim.sglang import SglangDialect
 from router.sim.vllm import VllmDialect
-from router.sim.wire import Received, Stream, Wire, head, received
+from router.sim.wire import ClientGone, Received, Stream, Wire, head, received
 
 REQUESTS_KEPT = 10_000
 _IDLE_CHECK_SECONDS = 5.0
@@ -235,9 +235,12 @@ class SimEngine:
                 await trio.sleep_forever()
             connection.ends_with_reset = fault.flag("reset")
             return
-        while await self._serve_request(connection):
-            connection.wire.served += 1
-            connection.is_idle = True
+        try:
+            while await self._serve_request(connection):
+                connection.wire.served += 1
+                connection.is_idle = True
+        except ClientGone:
+            return
 
     async def _serve_request(self, connection: Connection) -> bool:
         """Serve one request; whether the connection can take another."""

@@ -4,8 +4,15 @@ from typing import Literal
 
 from attrs import field, frozen
 
+from router.sim.faults import parse_faults
+
 EngineKind = Literal["vllm", "sglang", "openai"]
 SigtermBehaviour = Literal["native", "abort", "hang", "drain", "exit"]
+
+
+def _check_faults(_: object, __: object, faults: tuple[str, ...]) -> None:
+    for text in faults:
+        parse_faults(text)
 
 
 @frozen
@@ -15,7 +22,8 @@ class SimSettings:
     `name` is what faults and logs call this engine. `token_seconds` is the time between two
     steps, `first_token_seconds` the time before the first; with both 0 it runs as fast as its
     client reads. `sigterm` is what SIGTERM does to the process (native: as the engine does
-    by default). `unix_time` is what the clock shows at the start, so that tests are exact.
+    by default). `faults` are in the language of `router.sim.faults`; what cannot be read raises
+    a ValueError here. `unix_time` is what the clock shows at the start, so that tests are exact.
     """
 
     engine: EngineKind = "vllm"
@@ -30,7 +38,7 @@ class SimSettings:
     eos_every: int = 0
     ambiguous: bool = False
     seed: int = 0
-    faults: tuple[str, ...] = field(default=(), converter=tuple)
+    faults: tuple[str, ...] = field(default=(), converter=tuple, validator=_check_faults)
     sigterm: SigtermBehaviour = "native"
     keep_alive_seconds: float = 5.0
     unix_time: float = 1_800_000_000.0

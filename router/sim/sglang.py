@@ -64,10 +64,8 @@ class SglangDialect:
         if job.route == "generate":
             return [event(_generated(job, choice))]
         chunk = _chunk(job, [_completion_choice(job, choice, piece)])
-        wants = job.wishes
-        chunk["usage"] = (
-            _usage(len(choice.prompt), choice.count) if wants.usage_everywhere else None
-        )
+        usage = _full_usage(len(choice.prompt), choice.count)
+        chunk["usage"] = usage if job.wishes.usage_everywhere else None
         return [event(chunk)]
 
     def _chat_events(self, job: Job, choice: Choice, piece: Piece) -> list[bytes]:

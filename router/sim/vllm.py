@@ -57,7 +57,7 @@ class VllmDialect:
             return []
         events = [event(self._role_chunk(job, index)) for index in range(job.n)]
         if job.echo_text:
-            delta = {"role": job.role, "content": job.echo_text}
+            delta = {"content": job.echo_text}
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
             events.append(event(self._chunk(job, [choice])))
         return events

@@ -215,7 +215,7 @@ def _read_prompts(fields: Fields) -> list[list[int]]:
         raise refuse("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     prompts = prompts_of(fields)
     if prompts is None:
-        raise BadField("prompt.0", "list_type", "Input should be a valid list")
+        raise BadField("prompt", "list_type", "Input should be a valid list")
     if not prompts:
         raise refuse("You must pass at least one prompt")
     return [_prompt_ids(prompt) for prompt in prompts]
