@@ -174,7 +174,7 @@ class Chart:
         if not self.compiled:
             edge = self._triggered(subject, fact)
         else:
-            # Written out here since it runs ten times a request, and a call costs half as much again.
+            # Written out here: it runs ten times a request, and a call costs half as much again.
             try:
                 rows = self._table[subject.state][fact]
             except KeyError:
