@@ -1,0 +1,301 @@
+"""`baton demo`: a small fleet of simulated engines, a router and a client, in this terminal.
+
+Everything is real but the engines: processes, sockets, signals. Each scene does something to the
+fleet, shows what the client sees, and then the path that the request took through its machine,
+read from the router's own /debug. Ends by itself; exit code 0 means that every scene went as told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import httpx
+import msgspec
+import trio
+from attrs import define, field
+
+from statemachines import REQUEST
+
+START_SECONDS = 30.0
+MODEL = "tiny"
+TOKEN_SECONDS = 0.04
+PROMPT = "Tell me a story about a relay race."
+
+
+class SceneFailed(Exception):
+    """A scene did not go as told."""
+
+
+@define(eq=False)
+class Child:
+    """A process of the demo and where it listens."""
+
+    name: str
+    process: trio.Process
+    url: str = ""
+
+
+@define(eq=False)
+class Stage:
+    """The processes, and a client for the router."""
+
+    workers: list[Child] = field(factory=list)
+    router: Child | None = None
+    client: httpx.AsyncClient = field(factory=lambda: httpx.AsyncClient(timeout=30))
+
+    @property
+    def url(self) -> str:
+        assert self.router is not None
+        return self.router.url
+
+    async def get(self, path: str) -> dict[str, object]:
+        """A JSON answer of the router's own."""
+        answer = await self.client.get(self.url + path)
+        found = msgspec.json.decode(answer.content)
+        assert isinstance(found, dict)
+        return found
+
+    async def in_flight(self) -> dict[str, int]:
+        """Requests on each worker, as the router sees them."""
+        listed = (await self.get("/v1/workers"))["workers"]
+        assert isinstance(listed, list)
+        return {each["id"]: each["inflight"] for each in listed}
+
+
+def main() -> int:
+    """Run the demo; the exit code."""
+    try:
+        trio.run(_demo)
+    except* SceneFailed as failures:
+        for failure in failures.exceptions:
+            _say(f"\n✗ {failure}")
+        code = 1
+    else:
+        code = 0
+    return code
+
+
+async def _demo() -> None:
+    stage = Stage()
+    async with trio.open_nursery() as nursery:
+        try:
+            await _set_up(nursery, stage)
+            await _scene_stream(stage)
+            await _scene_failover(stage)
+            await _scene_kill(stage)
+            await _scene_leave(stage)
+            _say("\nEvery scene went as told. Next: docs/statemachines.md, and `baton check`.")
+        finally:
+            with trio.move_on_after(5) as cleanup:
+                cleanup.shield = True
+                await _tear_down(stage)
+            nursery.cancel_scope.cancel(reason="the demo is over")
+
+
+#### Setting up
+
+
+async def _set_up(nursery: trio.Nursery, stage: Stage) -> None:
+    _title("A fleet of three simulated vLLM engines, and a router in front of them")
+    for number in (1, 2, 3):
+        words = ["sim", "--engine", "vllm", "--model", MODEL, "--port", "0", "--name", f"w{number}"]
+        words += ["--token-seconds", str(TOKEN_SECONDS), "--first-token-seconds", "0.1"]
+        stage.workers.append(await _start(nursery, f"w{number}", words))
+    urls = [f"{worker.url},id={worker.name}" for worker in stage.workers]
+    flags = ["--port", "0", "--log-level", "warning", "--health-check-interval-secs", "1"]
+    stage.router = await _start(nursery, "router", ["serve", *flags, "--worker-urls", *urls])
+    for child in (*stage.workers, stage.router):
+        _say(f"  {child.name:7} {child.url}  (process {child.process.pid})")
+    with trio.fail_after(START_SECONDS):
+        await _wait_until(partial(_all_ready, stage), pause_seconds=0.1)
+
+
+async def _all_ready(stage: Stage) -> bool:
+    return (await stage.get("/readyz")).get("workers") == len(stage.workers)
+
+
+async def _wait_until(condition: Callable[[], Awaitable[bool]], *, pause_seconds: float) -> None:
+    """Ask again and again: the router is another process and tells nobody unasked."""
+    while not await condition():  # noqa: ASYNC110
+        await trio.sleep(pause_seconds)
+
+
+async def _start(nursery: trio.Nursery, name: str, words: list[str]) -> Child:
+    """Start `baton WORDS` and wait for the line that says where it listens."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE
+    )
+    child = Child(name, process)
+    assert process.stdout is not None
+    line = b""
+    with trio.fail_after(START_SECONDS):
+        while not line.endswith(b"\n"):
+            data = await process.stdout.receive_some()
+            if not data:
+                raise SceneFailed(f"{name} did not start")
+            line += data
+    child.url = line.decode().split("listening on ", 1)[1].strip()
+    return child
+
+
+async def _tear_down(stage: Stage) -> None:
+    await stage.client.aclose()
+    children = [*stage.workers, *([stage.router] if stage.router else [])]
+    for child in reversed(children):
+        if child.process.poll() is None:
+            os.kill(child.process.pid, signal.SIGKILL if child in stage.workers else signal.SIGTERM)
+    for child in children:
+        await child.process.wait()
+
+
+#### Scenes
+
+
+async def _scene_stream(stage: Stage) -> None:
+    _title("1. A stream")
+    request_id = "demo-stream"
+    text = await _tell(stage, request_id, tokens=24)
+    _check(bool(text), "the stream brought text")
+    await _show_path(stage, request_id)
+
+
+async def _scene_failover(stage: Stage) -> None:
+    _title("2. A worker fails before its first byte; the client never learns of it")
+    faulty = stage.workers[0]
+    await stage.client.post(faulty.url + "/sim/faults", content="times=1:cut,at=head")
+    _say(f"  {faulty.name} will close its next answer right after the head")
+    for number in range(3):
+        request_id = f"demo-failover-{number}"
+        await _tell(stage, request_id, tokens=12)
+        if (await stage.get(f"/debug/requests/{request_id}"))["attempts"] == 2:
+            await _show_path(stage, request_id)
+            return
+    raise SceneFailed("no request met the faulty worker")
+
+
+async def _scene_kill(stage: Stage) -> None:
+    _title("3. A worker is killed (SIGKILL); twelve requests, none fails")
+    victim = stage.workers[0]
+    os.kill(victim.process.pid, signal.SIGKILL)
+    await victim.process.wait()
+    _say(f"  {victim.name} is dead")
+    results: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for _ in range(12):
+            nursery.start_soon(_ask_whole, stage, results)
+    _say(f"  answers: {' '.join(map(str, results))}")
+    _check(results == [200] * 12, "all twelve answers are 200")
+
+
+async def _all_free(stage: Stage) -> bool:
+    return not any((await stage.in_flight()).values())
+
+
+async def _ask_whole(stage: Stage, results: list[int]) -> None:
+    answer = await stage.client.post(
+        stage.url + "/v1/chat/completions", json=_body(tokens=4, stream=False)
+    )
+    results.append(answer.status_code)
+
+
+async def _scene_leave(stage: Stage) -> None:
+    _title("4. A client leaves in the middle of its answer; the engine is free at once")
+    request_id = "demo-leave"
+    async with _streaming(stage, request_id, tokens=2000) as lines:
+        seen = 0
+        async for _ in lines:
+            seen += 1
+            if seen == 10:
+                break
+        _say(f"  while it streams, requests on the workers: {await stage.in_flight()}")
+    started = trio.current_time()
+    with trio.fail_after(5):
+        await _wait_until(partial(_all_free, stage), pause_seconds=0.001)
+    took = (trio.current_time() - started) * 1000
+    _say(f"  {took:.1f} ms after it left:                  {await stage.in_flight()}")
+    await _show_path(stage, request_id)
+
+
+#### The client
+
+
+def _body(*, tokens: int, stream: bool) -> dict[str, object]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": tokens,
+        "stream": stream,
+        "ignore_eos": True,
+    }
+
+
+@asynccontextmanager
+async def _streaming(
+    stage: Stage, request_id: str, *, tokens: int
+) -> AsyncIterator[AsyncIterator[str]]:
+    async with stage.client.stream(
+        "POST",
+        stage.url + "/v1/chat/completions",
+        json=_body(tokens=tokens, stream=True),
+        headers={"x-request-id": request_id},
+    ) as answer:
+        yield answer.aiter_lines()
+
+
+async def _tell(stage: Stage, request_id: str, *, tokens: int) -> str:
+    """Show a stream as it comes; returns its text, and checks that it ended well."""
+    sys.stdout.write("  client reads: ")
+    text, is_done = "", False
+    async with _streaming(stage, request_id, tokens=tokens) as lines:
+        async for line in lines:
+            if line == "data: [DONE]":
+                is_done = True
+            elif line.startswith("data: "):
+                piece = _text_of(line)
+                text += piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    _say("")
+    _check(is_done, "the stream ended with [DONE]")
+    return text
+
+
+def _text_of(line: str) -> str:
+    choices = msgspec.json.decode(line.removeprefix("data: "))["choices"]
+    return (choices[0]["delta"].get("content") or "") if choices else ""
+
+
+async def _show_path(stage: Stage, request_id: str) -> None:
+    with trio.fail_after(5):
+        await _wait_until(partial(_is_over, stage, request_id), pause_seconds=0.01)
+    shown = await stage.get(f"/debug/requests/{request_id}")
+    transitions = shown["transitions"]
+    assert isinstance(transitions, list)
+    _say(f"  the request, on {shown['worker']} after {shown['attempts']} attempt(s):")
+    for each in transitions:
+        arrow = f"{each['source']} → {each['target']}"
+        _say(f"    {each['seconds']:8.3f} s  {each['fact']:13} {arrow:26} {each['why']}")
+
+
+async def _is_over(stage: Stage, request_id: str) -> bool:
+    shown = await stage.get(f"/debug/requests/{request_id}")
+    return shown.get("state") in {state.value for state in REQUEST.final}
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise SceneFailed(f"expected that {what}")
+
+
+def _title(text: str) -> None:
+    _say(f"\n━━ {text}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
