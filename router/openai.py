@@ -89,10 +89,18 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
+#: Absent. `Raw | None` would be read as `None` only, so that every error event was unreadable.
+_ABSENT = msgspec.Raw(b"")
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _ABSENT
     usage: _Usage | None = None
+
+
+class _AnyEvent(msgspec.Struct):
+    error: msgspec.Raw = _ABSENT
 
 
 class _GenerateFinish(msgspec.Struct):
@@ -110,10 +118,11 @@ class _GenerateChunk(msgspec.Struct):
     text: str | None = None
     output_ids: list[int] | None = None
     meta_info: _GenerateMeta | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _ABSENT
 
 
 class _ErrorObject(msgspec.Struct):
+    object: str | None = None
     code: int | str | None = None
     status_code: int | None = None
 
@@ -121,8 +130,10 @@ class _ErrorObject(msgspec.Struct):
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _RARE = msgspec.json.Decoder(_RareChunk)
 _GENERATE = msgspec.json.Decoder(_GenerateChunk)
+_ANY = msgspec.json.Decoder(_AnyEvent)
 _ERROR = msgspec.json.Decoder(_ErrorObject)
 _NULL = (b"null", b'""')
+_NO_ERROR = (b"", b"null", b"false", b'""')
 
 
 class Judge:
@@ -180,15 +191,18 @@ class Judge:
 
     def _read_chunk(self, data: bytes) -> Sign:
         chunk = _CHUNK.decode(data)
-        if chunk.error is not None:
-            return self._meet_error(data, bytes(chunk.error))
+        if chunk.error is not _ABSENT and self._meet_error(data, chunk.error):
+            return Sign.ERROR
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.completion_tokens = chunk.usage.completion_tokens
         sign = Sign.PREAMBLE
-        for choice in chunk.choices or ():
-            self._seen.add(choice.index)
-            if choice.finish_reason is not None:
+        if chunk.choices is None:
+            return Sign.ERROR if self._meet_flat_error(data) else sign
+        for choice in chunk.choices:
+            if choice.index not in self._seen:
+                self._see(choice.index)
+            if choice.finish_reason:
                 if choice.finish_reason in LYING_FINISHES:
                     return Sign.LIE
                 self._finish(choice.index)
@@ -200,9 +214,12 @@ class Judge:
 
     def _read_generate(self, data: bytes) -> Sign:
         chunk = _GENERATE.decode(data)
-        if chunk.error is not None:
-            return self._meet_error(data, bytes(chunk.error))
-        self._seen.add(chunk.index)
+        if chunk.error is not _ABSENT and self._meet_error(data, chunk.error):
+            return Sign.ERROR
+        if chunk.text is None and self._meet_flat_error(data):
+            return Sign.ERROR
+        if chunk.index not in self._seen:
+            self._see(chunk.index)
         if (meta := chunk.meta_info) is not None:
             self.prompt_tokens, self.completion_tokens = meta.prompt_tokens, meta.completion_tokens
             if meta.finish_reason is not None:
@@ -212,19 +229,34 @@ class Judge:
         return Sign.CONTENT if chunk.text or chunk.output_ids else Sign.PREAMBLE
 
     def _read_other(self, data: bytes) -> Sign:
-        chunk = _CHUNK.decode(data) if b'"error"' in data else None
-        if chunk is not None and chunk.error is not None:
-            return self._meet_error(data, bytes(chunk.error))
+        if b'"error"' in data:
+            chunk = _ANY.decode(data)
+            if self._meet_error(data, chunk.error) or self._meet_flat_error(data):
+                return Sign.ERROR
         return Sign.CONTENT
+
+    def _see(self, index: int) -> None:
+        self._seen.add(index)
+        self.finished = False  # whatever has finished before: this choice has not
 
     def _finish(self, index: int) -> None:
         self._finished.add(index)
         self.finished = self._finished == self._seen
 
-    def _meet_error(self, data: bytes, error: bytes) -> Sign:
-        self.error_status = _status_of(error)
+    def _meet_error(self, data: bytes, error: msgspec.Raw) -> bool:
+        if bytes(error) in _NO_ERROR:
+            return False
+        self.error_status = _status_of(bytes(error))
         self.error_body = data
-        return Sign.ERROR
+        return True
+
+    def _meet_flat_error(self, data: bytes) -> bool:
+        """SGLang's form of an error without a wrapper; clients take such an event for success."""
+        if b'"error"' not in data or _ERROR.decode(data).object != "error":
+            return False
+        self.error_status = _status_of(data)
+        self.error_body = data
+        return True
 
 
 def _has_other_content(data: bytes) -> bool:
@@ -242,6 +274,8 @@ def _status_of(error: bytes) -> int:
     except (msgspec.DecodeError, RecursionError):
         return 500  # {"error": "text"}: nobody's fault but the worker's
     for code in (found.code, found.status_code):
+        if isinstance(code, str) and code.isascii() and code.isdigit():
+            code = int(code[:4])
         if isinstance(code, int) and 400 <= code <= 599:
             return code
     return 500
