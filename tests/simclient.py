@@ -142,12 +142,12 @@ class Client:
         return heard
 
     async def _listen(self, heard: Heard, began: float) -> None:
+        is_at_end = False
         while True:
             try:
                 event = self._parser.next_event()
-            except h11.RemoteProtocolError as error:
-                is_cut = "peer closed" in str(error) or "without sending" in str(error)
-                heard.ending = "cut" if is_cut or not heard.raw else "malformed"
+            except h11.RemoteProtocolError:
+                heard.ending = "cut" if is_at_end else "malformed"
                 return
             if event is h11.NEED_DATA:
                 try:
@@ -156,6 +156,7 @@ class Client:
                     heard.ending = "cut"
                     return
                 heard.raw += data
+                is_at_end = not data
                 self._parser.receive_data(data)
             elif isinstance(event, h11.Response):
                 heard.status = event.status_code

@@ -29,7 +29,7 @@ def choose(
     return start_choice(model or Model(), ids, limits, manner, index=0, way=0)
 
 
-# --- tokenizer ---------------------------------------------------------------------------------
+# --- tokenizer -----------------------------------------------------------------------------------
 
 
 @given(st.text())
@@ -64,7 +64,7 @@ def test_an_unfinished_character_is_found_wherever_bytes_are_cut(text: str) -> N
         assert data[: end - len(begun)].decode("utf-8")[-1:] != "\ufffd" or "\ufffd" in text
 
 
-# --- the next token ----------------------------------------------------------------------------
+# --- the next token ------------------------------------------------------------------------------
 
 
 @given(IDS, st.data())
@@ -120,7 +120,7 @@ def test_the_model_writes_valid_text_with_characters_of_several_tokens() -> None
     assert {len(character.encode()) for character in choice.text} >= {1, 2, 3, 4}
 
 
-# --- ends --------------------------------------------------------------------------------------
+# --- ends ----------------------------------------------------------------------------------------
 
 
 def test_the_model_ends_by_itself_only_if_asked() -> None:

@@ -115,7 +115,7 @@ async def test_shape_is_the_recorded_one(engine: EngineKind, one: dict[str, Any]
         assert heard.body.decode().strip('"') == one["body"]
 
 
-# --- what a structure does not show ---------------------------------------------------------------
+# --- what a structure does not show --------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWERED = [*HELLO, {"role": "assistant", "content": " well, my friend"}]

@@ -14,7 +14,7 @@ from router.sim import deaths, tokens
 from router.sim.faults import BadFault, Fault, Script
 from router.sim.jobs import Job, Reply, dump
 from router.sim.running import Fate, Running
-from router.sim.streaming import StreamAnswer
+from router.sim.streaming import GARBAGE_AFTER_END, StreamAnswer
 from router.sim.wire import ClientGone, Framing, Received, Wire, compress, head
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _GARBAGE_HEADS = {
     "header": b"HTTP/1.1 200 OK\r\nthis line is no header\r\n\r\n",
     "two_lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}}",
 }
-GARBAGE_AFTER_END = b"and another thing\r\n\r\n"
 
 
 @define(eq=False)
@@ -246,9 +245,7 @@ class Answer:
             self._keeps = False
             await self._break_off(broken, body)
             return
-        await self.wire.send(body)
-        if what == "after_end":
-            await self.wire.send(GARBAGE_AFTER_END)
+        await self.wire.send(body + (GARBAGE_AFTER_END if what == "after_end" else b""))
         if broken is not None:
             await self._break_off(broken, b"")
         if what in ("short_body", "long_body") or self.script.find("close_delimited"):

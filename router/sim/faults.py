@@ -51,13 +51,13 @@ class Kind:
     parameters: tuple[Parameter, ...] = ()
 
 
-def _point(at: str, after_events: int = -1) -> tuple[Parameter, ...]:
+def _point(at: str) -> tuple[Parameter, ...]:
     words = ("request", "head", "finish", "done")
     return (
         Parameter(
             "at", at, "before the head, after it, after the last finish, after [DONE]", words
         ),
-        Parameter("after_events", after_events, "instead: once this many events were sent"),
+        Parameter("after_events", -1, "instead: once this many events were sent"),
     )
 
 
@@ -105,18 +105,18 @@ _TABLE = (
         "answer",
         "an error event, then a clean end; unary: the error as the answer",
         (
-            *_point("head", 0),
+            *_point("head"),
             Parameter("code", 500, "the code in the event"),
             Parameter("message", "simulated error", "the error's message"),
             _DONE,
         ),
     ),
-    Kind("abort", "answer", "finish as aborted, then a clean end", (*_point("head", 0), _DONE)),
+    Kind("abort", "answer", "finish as aborted, then a clean end", (*_point("head"), _DONE)),
     Kind(
         "end",
         "answer",
         "end the body cleanly at a point; at=finish: with a finish and without [DONE]",
-        (*_point("head", 0), Parameter("done", False, "whether [DONE] is sent all the same")),
+        (*_point("head"), Parameter("done", False, "whether [DONE] is sent all the same")),
     ),
     Kind(
         "garbage",

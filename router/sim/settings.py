@@ -1,5 +1,6 @@
 """What a simulated engine is told when it starts."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from attrs import field, frozen
@@ -8,6 +9,10 @@ from router.sim.faults import parse_faults
 
 EngineKind = Literal["vllm", "sglang", "openai"]
 SigtermBehaviour = Literal["native", "abort", "hang", "drain", "exit"]
+
+
+def _as_tuple(faults: str | Iterable[str]) -> tuple[str, ...]:
+    return (faults,) if isinstance(faults, str) else tuple(faults)
 
 
 def _check_faults(_: object, __: object, faults: tuple[str, ...]) -> None:
@@ -38,7 +43,7 @@ class SimSettings:
     eos_every: int = 0
     ambiguous: bool = False
     seed: int = 0
-    faults: tuple[str, ...] = field(default=(), converter=tuple, validator=_check_faults)
+    faults: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_check_faults)
     sigterm: SigtermBehaviour = "native"
     keep_alive_seconds: float = 5.0
     unix_time: float = 1_800_000_000.0

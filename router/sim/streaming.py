@@ -26,7 +26,7 @@ _SPOILED_EVENTS = {
     "json": b'data: {"id":"x","choices":[{"index":0\n\n',
     "utf8": b'data: {"id":"x","choices":[{"index":0,"text":"\xff\xfe"}]}\n\n',
 }
-_AFTER_END = b"and another thing\r\n\r\n"
+GARBAGE_AFTER_END = b"and another thing\r\n\r\n"
 
 
 @define(eq=False)
@@ -203,9 +203,7 @@ class StreamAnswer:
 
     async def _end_body(self) -> None:
         self._is_over = True
-        await self.wire.end_body()
-        if self._garbage() == "after_end":
-            await self.wire.send(_AFTER_END)
+        await self.wire.end_body(GARBAGE_AFTER_END if self._garbage() == "after_end" else b"")
         if self.wire.framing == "sized":
             await self.wire.cut()
 

@@ -84,6 +84,8 @@ class Wire:
             event = await self._next_event(parser, bytes_per_second)
             if isinstance(event, h11.Data):
                 parts.append(bytes(event.data))
+                if bytes_per_second:
+                    await trio.sleep(len(event.data) / bytes_per_second)
             elif isinstance(event, h11.EndOfMessage):
                 self._unread = parser.trailing_data[0]
                 return b"".join(parts)
@@ -98,14 +100,9 @@ class Wire:
             # By class: the type checker does not see that `is not NEED_DATA` excludes it.
             if isinstance(event, h11.Event) or event is h11.PAUSED:
                 return event
-            parser.receive_data(await self._receive(bytes_per_second))
-
-    async def _receive(self, bytes_per_second: int) -> bytes:
-        if not bytes_per_second:
-            return await self._receive_some(RECEIVE_BYTES)
-        amount = max(bytes_per_second // 10, 1)
-        await trio.sleep(amount / bytes_per_second)
-        return await self._receive_some(amount)
+            # A slow reader takes little at a time, so that the kernel's buffers fill up.
+            amount = max(bytes_per_second // 10, 1) if bytes_per_second else RECEIVE_BYTES
+            parser.receive_data(await self._receive_some(amount))
 
     async def _receive_some(self, amount: int) -> bytes:
         try:
@@ -144,10 +141,11 @@ class Wire:
         """A part of the body, as one chunk if the answer is chunked."""
         await self.send(chunk(data) if self.framing == "chunked" else data)
 
-    async def end_body(self) -> None:
-        """The end of a body that ended well."""
-        if self.framing == "chunked":
-            await self.send(b"0\r\n\r\n")
+    async def end_body(self, garbage: bytes = b"") -> None:
+        """The end of a body that ended well, and what should not come after it."""
+        end = b"0\r\n\r\n" if self.framing == "chunked" else b""
+        if end or garbage:
+            await self.send(end + garbage)
 
     async def cut(self, *, reset: bool = False) -> None:
         """Close both directions now; twice is harmless."""
