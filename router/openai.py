@@ -153,6 +153,7 @@ class Judge:
         "error_status",
         "events",
         "finished",
+        "has_finish",
         "prompt_tokens",
     )
 
@@ -163,7 +164,9 @@ class Judge:
         self._seen: set[int] = set()
         self._finished: set[int] = set()
         #: True once every choice seen has an honest finish reason.
-        self.finished = family == "other"
+        self.finished = False
+        #: The streams of this family have a finish; of others only the framing tells a good end.
+        self.has_finish = family in ("openai", "generate")
         self.done = False
         #: Events that carried content.
         self.events = 0
@@ -179,7 +182,7 @@ class Judge:
             return Sign.COMMENT
         if data.startswith(b"[DONE]"):
             self.done = True
-            return Sign.DONE if self.finished else Sign.LIE
+            return Sign.DONE if self.finished or not self.has_finish else Sign.LIE
         try:
             sign = self._read(data)
         except (msgspec.DecodeError, RecursionError):

@@ -22,7 +22,7 @@ class Ending(Enum):
 
     #: An honest finish and `[DONE]`; both are in what was returned.
     WELL = "well"
-    #: The body ended, or broke, after an honest finish but before `[DONE]`.
+    #: The body ended after an honest finish but before `[DONE]`.
     UNMARKED = "unmarked"
     #: An end that is none: no finish, or one by which the engine gave up. Withheld.
     LIE = "lie"
@@ -75,9 +75,9 @@ class StreamRelay:
         return forward[0] if len(forward) == 1 else b"".join(forward)
 
     def finish(self) -> None:
-        """The body ended, whether as its framing promised or not."""
+        """The body ended as its framing promised, without an end that was met before."""
         if self.ending is None:
-            well = self.judge.finished and self.released
+            well = self.released and (self.judge.finished or not self.judge.has_finish)
             self.ending = Ending.UNMARKED if well else Ending.LIE
 
     def _release(self, forward: list[bytes]) -> bytes:
