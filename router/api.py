@@ -13,8 +13,9 @@ from urllib.parse import unquote
 
 import msgspec
 
+from router.calls import Call
 from router.errors import Refusal
-from router.front import Call, ClientChannel
+from router.front import ClientChannel
 from router.headers import lines_of, request_id_of
 from router.metrics import CONTENT_TYPE, Metrics
 from router.options import SettingsError

@@ -23,9 +23,10 @@ import trio
 from attrs import define, field
 
 from router.api import Api
+from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
-from router.front import ClientChannel, Limits
+from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
 from router.probing import probe_forever

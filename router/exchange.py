@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from attrs import define, field, frozen
 
+from router.calls import Call
 from router.errors import Refusal, nest_error
-from router.front import Call, ClientChannel
+from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
 from router.openai import judge_answer

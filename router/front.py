@@ -1,27 +1,19 @@
-"""The front: HTTP/1.1 connections of clients, in the reactor.
+"""The front: client connections, in the reactor.
 
-A `ClientChannel` turns bytes into `Call`s, one after the other, and writes one reply at a time.
-Each connection has one Trio task, parked in `next_call` or wherever its request waits; the socket
-is watched all that time, and a client that leaves or half-closes is reported at once. Requests
-that are pipelined are served in order, from what one read brought; no more is read until they are
+A `ClientChannel` hands what arrives to a `CallReader` and writes one reply at a time. Each
+connection has one Trio task, parked in `next_call` or wherever its request waits; the socket is
+watched all that time, and a client that leaves or half-closes is reported at once. Requests that
+are pipelined are served in order, from what one read brought; no more is read until they are
 answered.
-
-Anything that is not plainly one request with one framing is refused with 400 and a closed
-connection, since guessing is how requests are smuggled.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from enum import Enum
 from typing import Protocol
 
-import httptools
-from attrs import define, field, frozen
-
+from router.calls import Call, CallReader, Limits, Reading
 from router.errors import Refusal
-from router.headers import Headers, lines_of
+from router.headers import lines_of
 from router.reactor import Channel, Rank, Reactor, Waker
 from router.sockets import Socket
 
@@ -44,33 +36,6 @@ _REASONS = {
 }  # fmt: skip
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = frozenset({204, 304})
-
-
-@frozen
-class Limits:
-    """What a client may send, and how slowly. Seconds; 0 turns a time off."""
-
-    head_bytes_max: int
-    body_bytes_max: int
-    head_seconds: float
-    idle_seconds: float
-    stall_seconds: float
-
-
-@define(eq=False)
-class Call:
-    """One request as it arrived; header names are in lower case."""
-
-    method: str = ""
-    target: bytes = b""
-    #: The target without its query.
-    path: str = ""
-    http_10: bool = False
-    keep_alive: bool = False
-    headers: Headers = field(factory=list)
-    body: bytes = b""
-    #: Set where the request cannot be served: it is answered so and the connection closed.
-    refusal: Refusal | None = None
 
 
 class Gone(Exception):
@@ -99,36 +64,20 @@ class Watcher(Protocol):
         """A callback for this client raised: a bug of ours."""
 
 
-class Reading(Enum):
-    """What the connection is in the middle of reading."""
-
-    NOTHING = "nothing"
-    HEAD = "head"
-    BODY = "body"
-
-
 class ClientChannel(Channel):
     """One client connection, for its whole life."""
 
     __slots__ = (
-        "_body",
-        "_body_bytes",
-        "_call",
-        "_calls",
-        "_fed",
-        "_head_since",
         "_lingering_until",
-        "_parser",
         "_quiet_since",
+        "_reader",
         "_reset_at_end",
         "_slow",
         "_stalled_since",
-        "_target",
         "_waker",
         "current",
         "gone",
         "limits",
-        "reading",
         "reply_begun",
         "reply_chunked",
         "watcher",
@@ -140,18 +89,10 @@ class ClientChannel(Channel):
         self.current: Call | None = None
         self.watcher: Watcher | None = None
         self.gone = False
-        self.reading = Reading.NOTHING
         self.reply_begun = False
         self.reply_chunked = False
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = CallReader(limits)
         self._waker = Waker()
-        self._calls: deque[Call] = deque()
-        self._call = Call()
-        self._target: list[bytes] = []
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._fed = 0
-        self._head_since = 0.0
         self._quiet_since = reactor.now
         self._stalled_since: float | None = None
         self._slow = False
@@ -164,11 +105,11 @@ class ClientChannel(Channel):
 
     async def next_call(self) -> Call:
         """The next request, whole. Raises Gone when there will be none. Cancellable."""
-        while not self._calls:
+        while not self._reader.calls:
             if self.gone or not self.is_open:
                 raise Gone
             await self._waker.wait()
-        self.current = call = self._calls.popleft()
+        self.current = call = self._reader.calls.popleft()
         self.reply_begun = False
         return call
 
@@ -187,7 +128,7 @@ class ClientChannel(Channel):
             self.end()
             return
         now = self._quiet_since = self.reactor.now
-        if not self._calls:
+        if not self._reader.calls:
             self.resume()
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
@@ -286,23 +227,19 @@ class ClientChannel(Channel):
         if self._lingering_until is not None or self.gone:
             return
         now = self._quiet_since = self.reactor.now
-        self._fed += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, _Refused):
-                raise
-            return
-        except httptools.HttpParserUpgrade as upgrade:
-            self._after_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError as error:
-            self._refuse_rest(Refusal("bad_request", f"Not a valid HTTP request: {error}."))
-            return
-        if self.reading is Reading.HEAD:
-            if self._fed > self.limits.head_bytes_max:
-                self._refuse_rest(self._too_large_head())
-            elif self.limits.head_seconds:
+        reader = self._reader
+        reader.feed(data, now)
+        if reader.calls:
+            # One call at a time: what else this read brought is kept, and no more is read.
+            if self.current is not None or len(reader.calls) > 1 or reader.is_refused:
+                self.pause()
+            self._waker.wake()
+        elif reader.reading is Reading.HEAD:
+            if self.limits.head_seconds:
                 self.reactor.sweeper.arm(self, now + self.limits.head_seconds)
+        elif reader.expects_continue and self.current is None:
+            reader.expects_continue = False
+            self.send(_CONTINUE)
 
     def ended(self) -> None:
         # A half-closed client is gone (contract): it cannot be told from one that closed.
@@ -372,9 +309,9 @@ class ClientChannel(Channel):
             due = self.watcher.next_deadline()
             if due is not None:
                 dues.append(due)
-        elif self.current is None and not self._calls:
-            if self.reading is Reading.HEAD and limits.head_seconds:
-                dues.append(self._head_since + limits.head_seconds)
+        elif self.current is None and not self._reader.calls:
+            if self._reader.reading is Reading.HEAD and limits.head_seconds:
+                dues.append(self._reader.head_since + limits.head_seconds)
             elif limits.idle_seconds:
                 dues.append(self._quiet_since + limits.idle_seconds)
         return min(dues) if dues else None
@@ -392,17 +329,19 @@ class ClientChannel(Channel):
             self._leave(hard=True)
         elif self.watcher is not None:
             self.watcher.on_deadline(now)
-        elif self.reading is Reading.NOTHING:
+        elif self._reader.reading is Reading.NOTHING:
             self.close()
         else:
-            self._refuse_rest(Refusal("header_timeout", "The request took too long to arrive."))
+            self._reader.refuse(Refusal("header_timeout", "The request took too long to arrive."))
+            self.pause()
+            self._waker.wake()
 
     # Ends
 
     def _leave(self, *, hard: bool = False) -> None:
         """The client is gone: tell whoever serves it, close."""
         self.gone = True
-        self._calls.clear()
+        self._reader.calls.clear()
         watcher, self.watcher = self.watcher, None
         if watcher is not None:
             watcher.on_client_gone()
@@ -431,110 +370,3 @@ class ClientChannel(Channel):
             self._slow = True
             if self.watcher is not None:
                 self.watcher.on_client_slow()
-
-    # What httptools reports
-
-    def on_message_begin(self) -> None:
-        self._call = Call()
-        self._target = []
-        self._body = []
-        self._body_bytes = 0
-        self._fed = 0
-        self._head_since = self.reactor.now
-        self.reading = Reading.HEAD
-
-    def on_url(self, url: bytes) -> None:
-        self._target.append(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.reading is Reading.HEAD:
-            self._call.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        call, parser = self._call, self._parser
-        call.method = parser.get_method().decode()
-        call.target = target = b"".join(self._target)
-        call.path = target.partition(b"?")[0].decode("latin-1")
-        call.http_10 = parser.get_http_version() != "1.1"
-        call.keep_alive = parser.should_keep_alive()
-        self.reading = Reading.BODY
-        refusal = self._refusal_of_head(call)
-        if refusal is not None:
-            self._refuse_rest(refusal)
-            raise _Refused
-
-    def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_bytes > self.limits.body_bytes_max:
-            self._refuse_rest(self._too_large_body())
-            raise _Refused
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        call = self._call
-        call.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
-        self.reading = Reading.NOTHING
-        self._calls.append(call)
-        # One call at a time: what else this read brought is parsed and kept, no more is read.
-        if self.current is not None or len(self._calls) > 1:
-            self.pause()
-        self._waker.wake()
-
-    def _refusal_of_head(self, call: Call) -> Refusal | None:
-        """What is wrong with a head; a client that waits for leave to send its body gets it."""
-        hosts = size = 0
-        expects = False
-        for name, value in call.headers:
-            size += len(name) + len(value) + 4
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-length" and int(value) > self.limits.body_bytes_max:
-                return self._too_large_body()
-            elif name == b"expect":
-                expects = value.lower() == b"100-continue"
-        if size + len(call.target) > self.limits.head_bytes_max:
-            return self._too_large_head()
-        if not call.http_10 and hosts != 1:
-            return Refusal("bad_request", "A request has exactly one Host header.")
-        if call.http_10 and self._parser.get_http_version() != "1.0":
-            return Refusal("bad_request", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
-        if expects and not call.http_10 and not self._calls and self.current is None:
-            self.send(_CONTINUE)
-        return None
-
-    def _too_large_body(self) -> Refusal:
-        limit = self.limits.body_bytes_max
-        return Refusal("body_too_large", f"The body is larger than {limit} bytes.")
-
-    def _too_large_head(self) -> Refusal:
-        limit = self.limits.head_bytes_max
-        return Refusal("headers_too_large", f"The headers are larger than {limit} bytes.")
-
-    def _refuse_rest(self, refusal: Refusal) -> None:
-        """Answer so after the calls before it, then close: the framing can no longer be trusted."""
-        self.reading = Reading.NOTHING
-        self._calls.append(Call(refusal=refusal))
-        self.pause()
-        self._waker.wake()
-
-    def _after_upgrade(self, rest: bytes) -> None:
-        # Nobody is upgraded by accident: the request was parsed and is answered over HTTP/1.1.
-        self._parser = httptools.HttpRequestParser(self)
-        if rest:
-            self.received(rest)
-
-
-class _Refused(Exception):
-    """Stops the parser after a refusal; never leaves this module."""
-
-
-def listen_for_clients(
-    reactor: Reactor, limits: Limits, opened: Callable[[ClientChannel], None]
-) -> Callable[[Socket], None]:
-    """What a `Listener` needs: makes a channel of every accepted socket and announces it."""
-
-    def accepted(sock: Socket) -> None:
-        opened(ClientChannel(reactor, sock, limits))
-
-    return accepted

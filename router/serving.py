@@ -18,18 +18,20 @@ import structlog
 from attrs import define, field
 
 from router.admission import Admission
+from router.calls import Call
 from router.choosing import Chooser
 from router.config import Settings
 from router.errors import Refusal
 from router.exchange import Deadlines, Exchange, Route
-from router.front import Call, ClientChannel, Gone
+from router.front import ClientChannel, Gone
 from router.headers import find, request_id_of, to_worker
 from router.legs import Leg, LegListener
 from router.logs import Logs
 from router.metrics import Metrics
 from router.openai import Asked, read_request
-from router.reactor import Reactor, Waker
+from router.reactor import Reactor
 from router.ticket import Failure, Listener, Ticket
+from router.waking import Waker
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
 from statemachines import Edge

@@ -14,7 +14,7 @@ import httpx
 import trio
 
 from router.headers import Headers
-from router.reactor import Waker
+from router.waking import Waker
 from router.wires.http import Pool, Upstream
 
 #: Unread bytes of an answer beyond which its worker is not read any further.

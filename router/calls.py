@@ -1,0 +1,201 @@
+"""Reading calls: one client connection's bytes in, requests with one framing each out.
+
+Anything that is not plainly one request with one framing is refused, since guessing is how requests
+are smuggled: httptools (llhttp, strict) refuses what breaks the grammar, and what is left to us is
+the number of Host headers, the version and the limits. A refusal takes its place in the order of
+the calls; after it nothing more is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+import httptools
+from attrs import define, field, frozen
+
+from router.errors import Refusal
+from router.headers import Headers
+
+
+@frozen
+class Limits:
+    """What a client may send, and how slowly. Seconds; 0 turns a time off."""
+
+    head_bytes_max: int
+    body_bytes_max: int
+    head_seconds: float
+    idle_seconds: float
+    stall_seconds: float
+
+
+@define(eq=False)
+class Call:
+    """One request as it arrived; header names are in lower case."""
+
+    method: str = ""
+    target: bytes = b""
+    #: The target without its query.
+    path: str = ""
+    http_10: bool = False
+    keep_alive: bool = False
+    headers: Headers = field(factory=list)
+    body: bytes = b""
+    #: Set where the request cannot be served: it is answered so and the connection closed.
+    refusal: Refusal | None = None
+
+
+class Reading(Enum):
+    """What the connection is in the middle of reading."""
+
+    NOTHING = "nothing"
+    HEAD = "head"
+    BODY = "body"
+
+
+class CallReader:
+    """Cuts a connection's bytes into calls."""
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_call",
+        "_fed",
+        "_limits",
+        "_now",
+        "_parser",
+        "_target",
+        "calls",
+        "expects_continue",
+        "head_since",
+        "is_refused",
+        "reading",
+    )
+
+    def __init__(self, limits: Limits) -> None:
+        #: Calls read and not yet taken, in order.
+        self.calls: deque[Call] = deque()
+        self.reading = Reading.NOTHING
+        #: When the head being read began.
+        self.head_since = 0.0
+        #: The client waits for leave to send its body.
+        self.expects_continue = False
+        self.is_refused = False
+        self._limits = limits
+        self._parser = httptools.HttpRequestParser(self)
+        self._call = Call()
+        self._target: list[bytes] = []
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._fed = 0
+        self._now = 0.0
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Read on; what was completed or refused stands in `calls`."""
+        if self.is_refused:
+            return
+        self._now = now
+        self._fed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _Refused):
+                raise
+            return
+        except httptools.HttpParserUpgrade as upgrade:
+            self._after_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            self.refuse(Refusal("bad_request", f"Not a valid HTTP request: {error}."))
+            return
+        if self.reading is Reading.HEAD and self._fed > self._limits.head_bytes_max:
+            self.refuse(self._too_large_head())
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer so after the calls before it: the framing can no longer be trusted."""
+        self.is_refused = True
+        self.reading = Reading.NOTHING
+        self.calls.append(Call(refusal=refusal))
+
+    # What httptools reports
+
+    def on_message_begin(self) -> None:
+        self._call = Call()
+        self._target = []
+        self._body = []
+        self._body_bytes = 0
+        self._fed = 0
+        self.head_since = self._now
+        self.reading = Reading.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        self._target.append(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.reading is Reading.HEAD:
+            self._call.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        call, parser = self._call, self._parser
+        call.method = parser.get_method().decode()
+        call.target = target = b"".join(self._target)
+        call.path = target.partition(b"?")[0].decode("latin-1")
+        call.http_10 = parser.get_http_version() != "1.1"
+        call.keep_alive = parser.should_keep_alive()
+        self.reading = Reading.BODY
+        refusal = self._refusal_of_head(call)
+        if refusal is not None:
+            self.refuse(refusal)
+            raise _Refused
+
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        if self._body_bytes > self._limits.body_bytes_max:
+            self.refuse(self._too_large_body())
+            raise _Refused
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        call = self._call
+        call.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        self.reading = Reading.NOTHING
+        self.expects_continue = False
+        self.calls.append(call)
+
+    def _refusal_of_head(self, call: Call) -> Refusal | None:
+        """What is wrong with a head, beyond its grammar."""
+        hosts = size = 0
+        for name, value in call.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length" and int(value) > self._limits.body_bytes_max:
+                return self._too_large_body()
+            elif name == b"expect":
+                self.expects_continue = value.lower() == b"100-continue" and not call.http_10
+        if size + len(call.target) > self._limits.head_bytes_max:
+            return self._too_large_head()
+        if not call.http_10 and hosts != 1:
+            return Refusal("bad_request", "A request has exactly one Host header.")
+        if call.http_10 and self._parser.get_http_version() != "1.0":
+            return Refusal("bad_request", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        return None
+
+    def _too_large_body(self) -> Refusal:
+        limit = self._limits.body_bytes_max
+        return Refusal("body_too_large", f"The body is larger than {limit} bytes.")
+
+    def _too_large_head(self) -> Refusal:
+        limit = self._limits.head_bytes_max
+        return Refusal("headers_too_large", f"The headers are larger than {limit} bytes.")
+
+    def _after_upgrade(self, rest: bytes) -> None:
+        # Nobody is upgraded by accident: the request was parsed and is answered over HTTP/1.1.
+        self._parser = httptools.HttpRequestParser(self)
+        if rest:
+            self.feed(rest, self._now)
+
+
+class _Refused(Exception):
+    """Stops the parser after a refusal; never leaves this module."""
