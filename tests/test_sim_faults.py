@@ -1,14 +1,15 @@
 """The language of faults, and that every word of it does what it says."""
 
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import pytest
 import trio
 
 from router.sim import SimEngine, SimSettings
 from router.sim.condition import Mode
+from router.sim.fault_kinds import KINDS, manual
 from router.sim.faults import (
-    KINDS,
     BadFault,
     FaultBook,
     Script,
@@ -173,6 +174,16 @@ async def check_cut(_: SimEngine, client: Client) -> None:
 
     assert (len(heard.events), heard.ending) == (3, "cut")
     assert heard.raw.endswith(b"\r\ndata: {")
+
+
+async def check_pause(_: SimEngine, client: Client) -> None:
+    heard = await client.ask(COMPLETIONS, STREAM)
+    gaps = [later - sooner for sooner, later in pairwise(heard.arrivals)]
+
+    assert is_good(heard)
+    assert heard.text == await good_text()
+    assert heard.body.count(b": keep-alive\n\n") == 3
+    assert gaps[2:6] == pytest.approx([2.1, 2, 2, 1])
 
 
 async def check_error_event(_: SimEngine, client: Client) -> None:
@@ -402,6 +413,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "empty": ("empty", check_empty),
     "hang": ("hang,after_events=3", check_hang),
     "cut": ("cut,after_events=3,inside_bytes=7", check_cut),
+    "pause": ("pause,after_events=3,seconds=7,comments_every=2", check_pause),
     "error_event": ("error_event,code=503,after_events=2", check_error_event),
     "abort": ("abort,after_events=2", check_abort),
     "end": ("end,after_events=2", check_end),
@@ -429,6 +441,15 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "sglang_drain": ("request=1:sglang_drain,after_events=2", check_sglang_drain),
     "scheduler_dies": ("scheduler_dies,after_events=2", check_scheduler_dies),
 }
+
+
+def test_the_manual_names_every_kind_and_parameter() -> None:
+    text = manual()
+
+    for kind in KINDS.values():
+        assert f"{kind.name}  {kind.text}" in text
+        for parameter in kind.parameters:
+            assert f"    {parameter.name}=" in text
 
 
 def test_every_kind_has_its_check() -> None:
@@ -574,7 +595,8 @@ async def test_a_request_brings_its_own_fault(autojump_clock: object) -> None:
     assert len(by_header.events) == 2
     assert by_body.status == 503
     assert is_good(elsewhere)
-    assert is_good(unreadable)
+    assert unreadable.status == 400
+    assert b"there is no fault 'gibberish'" in unreadable.body
 
 
 async def test_faults_are_set_and_cleared_over_http(autojump_clock: object) -> None:

@@ -241,6 +241,8 @@ class Answer:
             self._keeps = False
             return
         await self.wire.send_head(self._whole_head(reply, body, what), "sized")
+        if (pause := self.script.find("pause")) is not None:
+            await trio.sleep(pause.seconds("seconds"))
         if broken is not None and broken.word("at") != "done":
             self._keeps = False
             await self._break_off(broken, body)

@@ -50,7 +50,7 @@ def _meet_all(engine: "SimEngine", fate: Fate, *, after_seconds: float = 0.0) ->
 def _end_idle_connections(engine: "SimEngine") -> None:
     for connection in engine.connections:
         if connection.is_idle:
-            connection.scope.deadline = trio.current_time()
+            connection.scope.cancel("the server shuts down")
 
 
 def _refuse(engine: "SimEngine", fault: Fault) -> None:

@@ -8,6 +8,7 @@ Trio's clock.
 
 import random
 from collections import deque
+from urllib.parse import quote
 
 import h11
 import msgspec
@@ -26,6 +27,7 @@ from router.sim.faults import (
     FaultBook,
     Script,
     Sighting,
+    parse_fault,
     parse_faults,
 )
 from router.sim.jobs import Job
@@ -155,7 +157,10 @@ class SimEngine:
         self.schedule.set(*changes)
         gone_in = min((after for after, mode in changes if mode is Mode.GONE), default=float("inf"))
         for connection in self.connections:
-            connection.scope.deadline = now + gone_in
+            if gone_in <= 0:
+                connection.scope.cancel("the process is gone")
+            else:
+                connection.scope.deadline = now + gone_in
 
     # Generations.
 
@@ -281,13 +286,13 @@ class SimEngine:
         return Sighting(self.settings.name, one.path, is_work, one.reused)
 
     def _marked(self, text: str, one: Received) -> list[Fault]:
-        """The faults that a request brings along; one that cannot be read is none."""
+        """The faults that a request brings along; one that cannot be read is answered so."""
         book = FaultBook()
         try:
             for fault in parse_faults(text):
                 book.add(fault)
-        except BadFault:
-            return []
+        except BadFault as error:
+            return [parse_fault(f"status,code=400,message={quote(str(error))}")]
         return book.for_request(self._sighting(one))
 
     async def _answer(self, connection: Connection, one: Received, script: Script) -> bool:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from router.sim.engine import SimEngine
 
 _CONTENT_TYPE = "text/event-stream; charset=utf-8"
-_POINTED = ("hang", "cut", "error_event", "abort", "end")
+_POINTED = ("hang", "cut", "pause", "error_event", "abort", "end")
+_COMMENT = b": keep-alive\n\n"
 _SPOILED_EVENTS = {
     "json": b'data: {"id":"x","choices":[{"index":0\n\n',
     "utf8": b'data: {"id":"x","choices":[{"index":0,"text":"\xff\xfe"}]}\n\n',
@@ -100,7 +101,8 @@ class StreamAnswer:
         """Wait for the next token; meet what comes instead."""
         if self._is_over:
             return
-        await self.running.wait(seconds)
+        if seconds > 0:
+            await self.running.wait(seconds)
         await self.engine.wait_answering()
         if self.running.is_fated and not self._is_over:
             await self._meet()
@@ -150,6 +152,8 @@ class StreamAnswer:
                 await trio.sleep_forever()
             case "cut":
                 await self._cut(fault, event)
+            case "pause":
+                await self._pause(fault)
             case "error_event":
                 done = fault.flag("done")
                 await self._fail(fault.integer("code"), fault.word("message"), done=done)
@@ -163,6 +167,15 @@ class StreamAnswer:
                 await self._flush()
                 deaths.befall(self.engine, fault)
                 await self._wait(0)
+
+    async def _pause(self, fault: Fault) -> None:
+        await self._flush()
+        until = trio.current_time() + fault.seconds("seconds")
+        step = fault.seconds("comments_every") or float("inf")
+        while (left := until - trio.current_time()) > 0 and not self._is_over:
+            await self._wait(min(step, left))
+            if step < left and not self._is_over:
+                await self.wire.send_body(_COMMENT)
 
     async def _cut(self, fault: Fault, event: bytes) -> None:
         await self._flush()
@@ -241,7 +254,7 @@ class StreamAnswer:
         if padded is not None and event.endswith(b"}\n\n"):
             event = event[:-3] + b',"padding":"' + b"x" * padded.integer("bytes") + b'"}\n\n'
         if self.script.find("comments") is not None:
-            event = b": keep-alive\n\n" + event
+            event = _COMMENT + event
         if self.script.find("crlf") is not None:
             event = event.replace(b"\n", b"\r\n")
         # Members of a gzip stream may simply follow each other.
