@@ -29,10 +29,9 @@ PURE = (
     "router.workerspec",
 )
 #: What only a shell may touch.
-ACTING = frozenset(
-    ("trio", "httpx", "nats", "anyio", "asyncio", "prometheus_client", "trio_websocket")
-    + ("socket", "select", "ssl", "subprocess", "threading")
-)
+ACTING = frozenset({"trio", "httpx", "nats", "anyio", "asyncio", "prometheus_client"}) | {
+    *("trio_websocket", "socket", "select", "ssl", "subprocess", "threading")
+}
 #: Libraries with one home each (by prefix of the module's name).
 HOMES = {
     "prometheus_client": ("router.metrics",),
