@@ -169,11 +169,12 @@ async def check_hang(engine: SimEngine, client: Client) -> None:
     assert (engine.inflight, engine.disconnects) == (0, 1)
 
 
-async def check_cut(_: SimEngine, client: Client) -> None:
+async def check_cut(engine: SimEngine, client: Client) -> None:
     heard = await client.ask(COMPLETIONS, STREAM)
 
     assert (len(heard.events), heard.ending) == (3, "cut")
     assert heard.raw.endswith(b"\r\ndata: {")
+    assert engine.disconnects == 0
 
 
 async def check_pause(_: SimEngine, client: Client) -> None:

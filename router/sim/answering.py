@@ -240,7 +240,11 @@ class Answer:
             await self.wire.send(b"zz\r\n" if what == "chunk_size" else b"2\r\n" + body + b"\r\n")
             self._keeps = False
             return
-        await self.wire.send_head(self._whole_head(reply, body, what), "sized")
+        opening = self._whole_head(reply, body, what)
+        if not self.script.faults:
+            await self.wire.send(opening + body)
+            return
+        await self.wire.send_head(opening, "sized")
         if (pause := self.script.find("pause")) is not None:
             await trio.sleep(pause.seconds("seconds"))
         if broken is not None and broken.word("at") != "done":

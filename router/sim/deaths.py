@@ -6,14 +6,14 @@ Each death is a plan of modes and a fate for what is running. Pure but for the c
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import trio
+
 from router.sim.condition import Mode
 from router.sim.faults import Fault
 from router.sim.running import Fate
 
 if TYPE_CHECKING:
     from router.sim.engine import SimEngine
-
-import trio
 
 _CORE_TO_EXIT_SECONDS = 2.0
 _EXIT_SECONDS = 0.5

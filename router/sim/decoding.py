@@ -1,12 +1,11 @@
 """From tokens to the text a client is shown, the way each engine does it.
 
-Ids run ahead of text, and by how much differs: vLLM keeps back whatever could still become a
-stop string and drops an unfinished character at the end; SGLang sends text at once, trims a
-stop string only where it is found, holds back whole chunks (ids too) while
-their end looks like the beginning of one, and flushes an unfinished character as a replacement
-character. A prompt that ends inside a character makes vLLM repeat the whole prompt and SGLang
-lose the character (vLLM 0.32.0, SGLang 0.5.23, recorded streams). A router has to get its
-text right on top of this, so it must never be made nicer than it is.
+vLLM's ids run ahead of its text: it keeps back as many characters as the longest stop string
+less one, and drops an unfinished character at the end. SGLang keeps back whole chunks, ids and
+all, while their end looks like the beginning of a stop string, and flushes an unfinished
+character as a replacement character. A prompt that ends inside a character makes vLLM repeat
+the whole prompt and SGLang lose the character (vLLM 0.32.0, SGLang 0.5.23, recorded streams).
+A router has to get its text right on top of this, so it must never be made nicer than it is.
 """
 
 import codecs

@@ -40,6 +40,7 @@ from router.sim.vllm import VllmDialect
 from router.sim.wire import ClientGone, Received, Stream, Wire, head, received
 
 REQUESTS_KEPT = 10_000
+HEAD_BYTES_MAX = 65536
 _IDLE_CHECK_SECONDS = 5.0
 _DIALECTS: dict[str, type[Dialect]] = {
     "vllm": VllmDialect,
@@ -249,7 +250,7 @@ class SimEngine:
 
     async def _serve_request(self, connection: Connection) -> bool:
         """Serve one request; whether the connection can take another."""
-        wire, parser = connection.wire, h11.Connection(h11.SERVER)
+        wire, parser = connection.wire, h11.Connection(h11.SERVER, HEAD_BYTES_MAX)
         try:
             request = await wire.read_head(parser, self.settings.keep_alive_seconds)
             if request is None:

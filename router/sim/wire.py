@@ -115,7 +115,8 @@ class Wire:
         while len(self._unread) < PIPELINED_BYTES_MAX:
             data = await self._receive_some(RECEIVE_BYTES)
             if not data:
-                self.client_is_gone = True
+                # After a cut of our own it is not the client who left.
+                self.client_is_gone = self.is_open
                 return
             self._unread += data
         await trio.sleep_forever()
