@@ -35,6 +35,15 @@ async def test_tokens_come_at_the_pace_that_was_set(autojump_clock: object) -> N
     assert heard.arrivals == pytest.approx([2, 2.5, 3, 3.5, 3.5])
 
 
+async def test_a_whole_answer_takes_as_long_as_its_stream(autojump_clock: object) -> None:
+    engine = SimEngine(SimSettings(token_seconds=0.5, first_token_seconds=2))
+    async with trio.open_nursery() as nursery:
+        heard = await connect(engine, nursery).ask(COMPLETIONS, asking(4, stream=False))
+        nursery.cancel_scope.cancel()
+
+    assert heard.seconds == pytest.approx(3.5)
+
+
 async def test_several_tokens_may_leave_in_one_event(autojump_clock: object) -> None:
     engine = SimEngine(SimSettings(token_seconds=0.5, tokens_per_chunk=3))
     async with trio.open_nursery() as nursery:

@@ -189,18 +189,18 @@ class Answer:
         stopped = self.script.find("abort")
         tokens_left = stopped.integer("after_events") if stopped else -1
         late = self.script.find("delay")
-        await running.wait(settings.first_token_seconds + _seconds(late, "first_token"))
-        while any(choice.finish is None for choice in running.choices):
+        pause = settings.first_token_seconds + _seconds(late, "first_token")
+        while live := [choice for choice in running.choices if choice.finish is None]:
+            await running.wait(pause)
+            await self.engine.wait_answering()
             if tokens_left == 0:
                 running.meet(Fate.ABORT)
             if running.is_fated:
                 break
-            for choice in running.choices:
-                if choice.finish is None:
-                    choice.step(settings.tokens_per_chunk)
+            for choice in live:
+                choice.step(settings.tokens_per_chunk)
             tokens_left -= 1
-            await self.engine.wait_answering()
-            await running.wait(settings.token_seconds + _seconds(late, "token"))
+            pause = settings.token_seconds + _seconds(late, "token")
         if running.is_fated and running.fate is Fate.ABORT:
             for choice in running.choices:
                 if choice.finish is None:
