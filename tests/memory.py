@@ -36,6 +36,11 @@ class Pipe:
     on_writable: Callable[[], None] = lambda: None
     starved: bool = False
 
+    @property
+    def has_room(self) -> bool:
+        """Some byte would be taken."""
+        return len(self.data) < self.capacity
+
     def put(self, data: bytes) -> int:
         """Take what fits; raises BlockingIOError if nothing does, BrokenPipeError after a break."""
         if self.broken:
@@ -131,10 +136,18 @@ class MemorySocket:
         self.incoming.broken = True
         self.incoming.on_writable()
 
-    def _note_readable(self) -> None:
+    def readiness(self) -> int:
+        """What holds now."""
         pipe = self.incoming
-        events = READABLE | (HANGUP if pipe.ended or pipe.broken else 0)
-        self.network.note(self, events | (ERROR if pipe.broken else 0))
+        events = 0 if self.is_quiet() else READABLE
+        if pipe.ended or pipe.broken:
+            events |= HANGUP
+        if pipe.broken or self.connect_error is not None:
+            events |= ERROR
+        return events | (WRITABLE if self.outgoing.has_room else 0)
+
+    def _note_readable(self) -> None:
+        self.network.note(self, self.readiness() & ~WRITABLE)
 
     def _recv(self, limit: int) -> bytes:
         assert not self.is_closed
@@ -171,10 +184,10 @@ class MemoryStream(trio.abc.HalfCloseableStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await trio.lowlevel.checkpoint()
-        rest = bytes(data)
+        rest = memoryview(bytes(data))
         while rest:
             try:
-                rest = rest[self._checked(self.outgoing).put(rest) :]
+                rest = rest[self._checked(self.outgoing).put(bytes(rest[:PIPE_BYTES])) :]
             except BlockingIOError:
                 await self._may_write.wait()
             except OSError as error:
@@ -299,10 +312,11 @@ class MemoryNetwork:
 
     def register(self, sock: Socket | Listening, owner: object) -> None:
         self._owners[sock] = owner
-        if sock in self._ready:
+        if isinstance(sock, MemorySocket) and not sock.is_connecting:
+            # All that is so already is told anew, as epoll does, whoever has polled meanwhile.
+            self.note(sock, sock.readiness())
+        elif sock in self._ready:
             self._wake()
-        elif isinstance(sock, MemorySocket) and not sock.is_connecting:
-            self.note(sock, WRITABLE | (0 if sock.is_quiet() else READABLE))
 
     def unregister(self, sock: Socket | Listening) -> None:
         self._owners.pop(sock, None)
