@@ -25,7 +25,11 @@ class NotReady(Exception):
 def session(
     name: str, command: Sequence[str | Path], environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command whose log is NAME.log; kills all that it started on the way out."""
+    """Runs a command whose log is NAME.log; kills all that it started on the way out.
+
+    Settings for Baton that happen to be in the environment stay outside.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     places.LOGS.mkdir(parents=True, exist_ok=True)
     with log_of(name).open("wb") as log:
         process = subprocess.Popen(
@@ -33,7 +37,7 @@ def session(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **environment},
+            env={**inherited, **environment},
             start_new_session=True,
         )
         try:
