@@ -1,0 +1,222 @@
+"""What a simulated run led to: what each client saw, and what was inside.
+
+Nothing here judges; the promises do. What a client got is read here without any code of the
+router's, so that a mistake in its reading of streams cannot hide itself.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import msgspec
+from attrs import define, field, frozen
+
+from router.sim.engine import SimEngine
+from router.sim.wire import Received
+from router.ticket import Ticket
+from tests.plans import Client, Plan
+
+
+@define(eq=False)
+class Got:
+    """What one client saw of the answer to one request."""
+
+    client: Client
+    status: int = 0
+    headers: dict[str, str] = field(factory=dict)
+    #: The header lines as they came, for those that may come twice.
+    header_list: list[tuple[str, str]] = field(factory=list)
+    body: bytes = b""
+    #: (moment, bytes) of every piece of body; moments count from the plan's begin.
+    pieces: list[tuple[float, bytes]] = field(factory=list)
+    #: "clean", "cut" (before its end), "left" (by the client), "refused" (no connection),
+    #: "unsent" (the connection ended before this request's turn).
+    ending: str = ""
+    #: Seconds after the plan's begin.
+    ended_at: float = 0.0
+    #: Everything a `raw` client read.
+    raw: bytes = b""
+    #: What engines say to the same request, asked directly: one answer for each kind of engine.
+    direct: list[Got] = field(factory=list)
+
+    @property
+    def plain(self) -> bytes:
+        """The body, decompressed as far as it came."""
+        if self.headers.get("content-encoding") != "gzip":
+            return self.body
+        plain, rest = b"", self.body
+        while rest:
+            reader = zlib.decompressobj(wbits=31)
+            plain += reader.decompress(rest)
+            rest = reader.unused_data
+        return plain
+
+    @property
+    def is_events(self) -> bool:
+        """The answer is a stream of events."""
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    @property
+    def events(self) -> list[bytes]:
+        """Data of the complete events, in order."""
+        whole = self.plain.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
+        lines = [line for event in whole for line in event.split(b"\n")]
+        return [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+
+    @property
+    def chunks(self) -> list[dict[str, object]]:
+        """The events that can be read, except for errors."""
+        return [each for each in map(_decode, self.events) if each and "error" not in each]
+
+    @property
+    def text(self) -> str:
+        """The text of the answer, streamed or whole."""
+        if not self.is_events:
+            return text_of(_decode(self.plain)) if self.status == 200 else ""
+        texts = [text_of(each) for each in self.chunks]
+        if self.client.target == "/generate":  # every event has the whole text so far
+            return texts[-1] if texts else ""
+        return "".join(texts)
+
+    @property
+    def is_done(self) -> bool:
+        """`[DONE]` came."""
+        return b"[DONE]" in self.events
+
+    @property
+    def finish(self) -> object:
+        """The last finish reason."""
+        found = None
+        for chunk in self.chunks if self.is_events else [self.json]:
+            choices = chunk.get("choices") or ()
+            assert isinstance(choices, list | tuple)
+            for choice in choices:
+                found = choice.get("finish_reason") or found
+        return found
+
+    @property
+    def error(self) -> dict[str, object] | None:
+        """The error it was told, as a body or as an event."""
+        for each in self.events if self.is_events else [self.plain]:
+            found = _decode(each).get("error")
+            if found is not None:
+                assert isinstance(found, dict), found
+                return found
+        return None
+
+    @property
+    def code(self) -> object:
+        """The error's code."""
+        return None if self.error is None else self.error.get("code")
+
+    @property
+    def json(self) -> dict[str, object]:
+        """The body of a unary answer."""
+        return _decode(self.plain)
+
+    @property
+    def normal(self) -> bytes:
+        """The body without what differs between two runs: ids and times."""
+        body = re.sub(
+            rb'"(id|created|response_sent_ts|e2e_latency)":("[^"]*"|[\d.]+)', b"", self.body
+        )
+        return re.sub(rb'"request_id":"[^"]*"', b"", body)
+
+
+@frozen
+class Look:
+    """The inside at one moment."""
+
+    at: float
+    #: Generations that run on each engine, as the engine counts them.
+    running: list[int]
+    #: Live legs of each worker in the fleet, by its id.
+    inflight: dict[str, int]
+    #: States of the open requests.
+    states: list[str]
+    #: Requests that wait for a place under the cap.
+    waiting: int
+    #: Bytes that the router holds for clients that do not take them.
+    backlog_bytes: int
+    #: States of workers and of their breakers, by id.
+    workers: dict[str, str]
+    breakers: dict[str, str]
+
+
+@define(eq=False)
+class Outcome:
+    """What a run led to."""
+
+    plan: Plan
+    got: list[Got]
+    engines: list[SimEngine]
+    tickets: list[Ticket]
+    metrics: dict[str, float]
+    looks: list[Look]
+    #: The router's log lines, as JSON.
+    log: list[dict[str, object]]
+    #: Addresses in the order in which they were connected to.
+    connects: list[tuple[str, int]]
+    #: Seconds after the plan's begin at which the router had stopped.
+    stopped_at: float
+
+    @property
+    def one(self) -> Got:
+        """The only client's view."""
+        assert len(self.got) == 1
+        return self.got[0]
+
+    @property
+    def look(self) -> Look:
+        """The only look."""
+        assert len(self.looks) == 1
+        return self.looks[0]
+
+    @property
+    def facts(self) -> list[str]:
+        """The facts of the only request, in order."""
+        assert len(self.tickets) == 1
+        return [edge.fact for _, edge in self.tickets[0].history]
+
+    @property
+    def sent(self) -> list[int]:
+        """How many requests each engine was given to work on."""
+        return [len(self.work(number)) for number in range(len(self.engines))]
+
+    def work(self, number: int) -> list[Received]:
+        """The requests that this engine was given to work on."""
+        return [each for each in self.engines[number].requests if each.method == "POST"]
+
+    def count(self, name: str, **labels: str) -> float:
+        """A metric's value; 0 where the series does not exist."""
+        return self.metrics.get(series(name, labels), 0.0)
+
+    def sum(self, name: str) -> float:
+        """The sum of all series of a metric."""
+        return sum(value for key, value in self.metrics.items() if key.startswith(name + "{"))
+
+
+def series(name: str, labels: dict[str, str]) -> str:
+    """A metric's name with its labels."""
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def text_of(answer: dict[str, object]) -> str:
+    """The text in one chunk or one whole answer of any endpoint."""
+    if isinstance(text := answer.get("text"), str):
+        return text
+    choices = answer.get("choices") or [{}]
+    assert isinstance(choices, list)
+    choice = choices[0]
+    part = choice.get("delta") or choice.get("message") or {}
+    return choice.get("text") or part.get("content") or ""
+
+
+def _decode(data: bytes) -> dict[str, object]:
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

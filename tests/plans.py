@@ -1,0 +1,101 @@
+"""What a simulated run consists of, as data.
+
+A plan says who takes part and what happens when; its repr is valid Python, so that a plan that
+failed somewhere can be pasted into a story. All moments are virtual seconds after `Plan.begin`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from attrs import Factory, frozen
+
+
+@frozen
+class Engine:
+    """One simulated engine; `faults` in the language of `router.sim.faults`."""
+
+    kind: str = "vllm"
+    faults: str = ""
+    token_seconds: float = 0.1
+    first_token_seconds: float = 1.0
+    model: str = "tiny"
+    #: More options of the worker, as they may follow its URL.
+    options: str = ""
+
+
+@frozen
+class Client:
+    """One client's request, and those that follow it on the same connection."""
+
+    at: float = 0.0
+    stream: bool = True
+    chat: bool = True
+    tokens: int = 8
+    prompt: str = "once upon a time"
+    #: None: that of the first engine.
+    model: str | None = None
+    #: Moments at which it closes, half-closes, or resets its connection.
+    leaves_at: float | None = None
+    half_closes_at: float | None = None
+    resets_at: float | None = None
+    #: It reads nothing until then.
+    reads_from: float = 0.0
+    #: Sent to the engine as `x-sim-fault`.
+    fault: str = ""
+    #: More fields of the body.
+    extra: dict[str, object] = Factory(dict)
+    headers: tuple[tuple[str, str], ...] = ()
+    method: str = "POST"
+    path: str | None = None
+    raw_body: bytes | None = None
+    http_10: bool = False
+    #: Sent as it is instead of a request; everything that comes back is read to its end.
+    raw: bytes | None = None
+    then: tuple[Client, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """The path it asks for."""
+        default = "/v1/chat/completions" if self.chat else "/v1/completions"
+        return self.path or default
+
+    @property
+    def is_judged(self) -> bool:
+        """It asks for a generation in the plain way, so there is one right answer."""
+        return self.raw is None and self.raw_body is None and self.path is None
+
+    def body(self, model: str) -> bytes:
+        """The JSON it sends."""
+        if self.raw_body is not None:
+            return self.raw_body
+        if self.method == "GET":
+            return b""
+        asked: dict[str, object] = {"model": self.model or model, "temperature": 0}
+        asked["max_tokens"] = self.tokens
+        if self.chat:
+            asked["messages"] = [{"role": "user", "content": self.prompt}]
+        else:
+            asked["prompt"] = self.prompt
+        if self.stream:
+            asked["stream"] = True
+        return msgspec.json.encode(asked | {"ignore_eos": True} | self.extra)
+
+
+@frozen
+class Plan:
+    """A run: who takes part, and what happens when."""
+
+    engines: tuple[Engine, ...] = (Engine(), Engine())
+    clients: tuple[Client, ...] = (Client(),)
+    settings: dict[str, object] = Factory(dict)
+    #: Seed for cutting and shuffling bytes; None leaves them whole.
+    cuts: int | None = None
+    #: Seed for everything else that is left to luck: policies, jitter, ids.
+    luck: int = 0
+    pipe_bytes: int = 64 * 1024
+    #: (moment, what): see `tests.simulate.happen`.
+    happenings: tuple[tuple[float, str], ...] = ()
+    #: Moments at which the inside is looked at; see `Look`.
+    looks: tuple[float, ...] = ()
+    #: When the clients' clock begins; by then workers that are well are ready.
+    begin: float = 6.0

@@ -1,0 +1,198 @@
+"""What must hold after every simulated run, whatever its plan.
+
+Stories assert only what they are about; these are asserted of all of them, and of every plan that
+is drawn by luck. Each function is one promise and its name says which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from router.app import App
+from router.errors import STATUS_OF
+from router.ticket import Ticket
+from statemachines import REQUEST
+from statemachines.request import RequestState
+from tests.outcome import Got, Outcome
+
+_HOP_BY_HOP = {"keep-alive", "proxy-authenticate", "te", "trailer", "upgrade"}
+#: Seconds by which sums of floating-point moments may differ.
+_TIME_SLACK = 1e-6
+
+
+#### While it runs
+
+
+def watch_scopes(app: App) -> None:
+    """After every pass of the reactor: a leg is open exactly in the attempt's states."""
+    attempt = REQUEST.scopes["attempt"]
+    turn = app.reactor.turn
+
+    def checked_turn() -> None:
+        turn()
+        for ticket, exchange in app.serving.live.items():
+            has_leg = exchange.leg is not None and exchange.leg.is_open
+            assert has_leg == (ticket.state in attempt), (ticket.state, exchange.leg)
+        loads = sum(worker.inflight for worker in app.fleet.all())
+        legs = sum(ticket.state in attempt for ticket in app.serving.live)
+        assert loads <= legs, f"{loads} legs on workers, {legs} attempts"
+
+    app.reactor.turn = checked_turn  # type: ignore[method-assign]
+
+
+def everything_is_given_back(app: App) -> None:
+    """Before it stops: no request, place, leg or permit is left."""
+    assert not app.serving.live, f"requests left open: {list(app.serving.live)}"
+    assert not app.serving.admission.holding
+    assert not app.serving.admission.waiting
+    for worker in app.fleet.all():
+        assert worker.inflight == 0, f"legs left on {worker.id}"
+        assert worker.breaker.probe is None, f"permit of {worker.id} did not come back"
+
+
+#### Afterwards
+
+
+def check(outcome: Outcome) -> None:
+    """Hold a run to every promise."""
+    no_bug_was_met(outcome)
+    for ticket in outcome.tickets:
+        its_history_is_legal(ticket)
+        its_attempts_are_bounded(outcome, ticket)
+        it_ended_in_time(outcome, ticket)
+    everything_is_counted_once(outcome)
+    no_engine_works_for_nobody(outcome)
+    no_engine_is_asked_twice(outcome)
+    for got in outcome.got:
+        if got.client.raw is None:
+            its_answer_is_right(got)
+            its_error_has_the_one_shape(outcome, got)
+            its_end_is_visible(outcome, got)
+            its_headers_are_clean(got)
+
+
+def no_bug_was_met(outcome: Outcome) -> None:
+    bugs = [line for line in outcome.log if line["event"] == "internal_error"]
+    assert not bugs, f"a bug was met: {bugs[0]['error']}\n{bugs[0].get('traceback')}"
+    assert outcome.sum("baton_internal_errors_total") == 0
+    assert not [line for line in outcome.log if line["event"] == "probe crashed"]
+
+
+def its_history_is_legal(ticket: Ticket) -> None:
+    assert ticket.is_over, f"{ticket.id} is still {ticket.state}"
+    state: object = RequestState.QUEUED
+    for _, edge in ticket.history:
+        assert edge.source is state, f"{ticket.id}: {edge.fact} in {edge.source}, was {state}"
+        state = edge.target
+    assert state is ticket.state
+
+
+def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
+    retries = outcome.plan.settings.get("request_max_retries", 1)
+    assert isinstance(retries, int)
+    assert ticket.attempts <= 1 + retries, f"{ticket.id} had {ticket.attempts} attempts"
+
+
+def it_ended_in_time(outcome: Outcome, ticket: Ticket) -> None:
+    limit = outcome.plan.settings.get("request_timeout_secs", 1800.0)
+    assert isinstance(limit, int | float)
+    assert ticket.ended_at is not None
+    seconds = ticket.ended_at - ticket.started_at
+    assert not limit or seconds <= limit + _TIME_SLACK, f"{ticket.id} took {seconds} s"
+
+
+def everything_is_counted_once(outcome: Outcome) -> None:
+    total = outcome.sum("baton_requests_total")
+    assert total == len(outcome.tickets), f"{total} requests counted of {len(outcome.tickets)}"
+    finals = Counter(ticket.state.value for ticket in outcome.tickets)
+    for final, count in finals.items():
+        assert _of(outcome, "baton_requests_total", f'outcome="{final}"') == count
+    legs = sum(ticket.attempts for ticket in outcome.tickets)
+    counted = outcome.sum("baton_worker_requests_total")
+    # The series of a removed worker vanish with it.
+    is_fixed = not any("remove" in what for _, what in outcome.plan.happenings) and not any(
+        got.client.method == "DELETE" for got in outcome.got
+    )
+    assert counted == legs or not is_fixed, f"{counted} legs counted of {legs}"
+    assert outcome.sum("baton_stream_outcome_total") <= counted
+    lines = [line for line in outcome.log if line["event"] == "request"]
+    assert len(lines) == len(outcome.tickets)
+    assert outcome.sum("baton_requests_open") == 0
+    assert outcome.sum("baton_worker_inflight") == 0
+
+
+def _of(outcome: Outcome, name: str, label: str) -> float:
+    return sum(v for k, v in outcome.metrics.items() if k.startswith(name) and label in k)
+
+
+def no_engine_works_for_nobody(outcome: Outcome) -> None:
+    for engine in outcome.engines:
+        assert engine.inflight == 0, f"{engine.settings.name} still works"
+
+
+def no_engine_is_asked_twice(outcome: Outcome) -> None:
+    """One request goes to one worker once. A stale connection's second try never arrived."""
+    named = Counter(ticket.id for ticket in outcome.tickets)
+    for number, engine in enumerate(outcome.engines):
+        stale = "close_reused" in f"{engine.settings.faults}{outcome.plan.happenings}"
+        asked = Counter(each.headers.get("x-request-id") for each in outcome.work(number))
+        for id, times in asked.items():
+            once = id is None or named[id] > 1 or times == 1
+            assert once or stale, f"{id} was sent to {engine.settings.name} {times} times"
+
+
+def its_answer_is_right(got: Got) -> None:
+    if not got.client.is_judged or got.status != 200:
+        return
+    right = [direct.text for direct in got.direct]
+    fitting = [text for text in right if text.startswith(got.text)]
+    assert fitting, f"{got.text!r} is the beginning of none of {right}"
+    if got.ending == "clean":
+        assert got.text in right, f"an incomplete answer ended cleanly: {got.text!r} of {right}"
+
+
+def its_end_is_visible(outcome: Outcome, got: Got) -> None:
+    """A stream that failed never ends cleanly, and says why; one that ended well says so."""
+    if got.status != 200 or not got.is_events or "content-encoding" in got.headers:
+        return
+    if got.ending == "clean":
+        assert got.error is None, "an error, and then a clean end"
+        assert got.is_done or not got.client.is_judged
+        assert got.finish in ("stop", "length", None)
+        assert got.finish is not None or not got.client.is_judged, "no finish, and a clean end"
+    if got.ending == "cut":
+        assert not got.is_done, "[DONE] before a cut"
+        assert got.plain.endswith((b"\n\n", b"\r\n\r\n")), "an event was cut"
+        # A client that was thrown out because it did not read is told nothing more.
+        late = got.client.reads_from > 0 or outcome.plan.settings.get("drain_timeout_secs") == 0
+        assert got.error is not None or late, "cut without a word"
+
+
+def its_error_has_the_one_shape(outcome: Outcome, got: Got) -> None:
+    if got.status < 400 and got.error is None:
+        return
+    error, own = got.error, got.headers.get("x-router-error-code")
+    if own is not None:
+        assert error is not None, got.body
+        assert set(error) == {"message", "type", "param", "code"}
+        assert got.status == STATUS_OF[own]
+        assert error["code"] == own
+        assert "127.0.0.1" not in str(error["message"]), "an address of a worker was told"
+    elif got.status < 400:
+        assert error is not None
+        assert isinstance(error["message"], str)
+    assert b"Traceback" not in got.body
+
+
+def its_headers_are_clean(got: Got) -> None:
+    if got.status == 0:
+        return
+    names = Counter(name for name, _ in got.header_list)
+    assert not _HOP_BY_HOP & set(names), names
+    assert got.headers.get("x-request-id"), "an answer without a request id"
+    framings = names["content-length"] + names["transfer-encoding"]
+    assert framings <= 1, f"framed twice: {got.header_list}"
+    assert names["x-request-id"] == 1
+    if got.is_events and got.status == 200:
+        assert got.headers["cache-control"] == "no-cache"
+        assert got.headers["x-accel-buffering"] == "no"
