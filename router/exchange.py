@@ -327,6 +327,8 @@ class Exchange:
 
     def next_deadline(self) -> float | None:
         """The nearest of the request's, the queue's and the leg's (Trio's clock, seconds)."""
+        if self.ticket.is_over:
+            return None  # its task has yet to run; a due moment that stays would never let it
         nearest = self._request_due()
         for due in (self.queue_until, self._leg_due()):
             if due is not None and (nearest is None or due < nearest):
