@@ -22,6 +22,7 @@ from router.options import SettingsError
 from router.reactor import Reactor
 from router.serving import Serving, has_key, route_of
 from router.ticket import Ticket
+from router.websocket import WATCH_PATH
 from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
 from router.workerspec import WorkerSpec
 from statemachines.router import RouterState
@@ -91,6 +92,7 @@ class Api:
             _route(r"/v1/workers", "admin", GET=self._workers, POST=self._add_worker),
             _route(worker + r"/drain", "admin", POST=self._drain_worker),
             _route(worker, "admin", GET=self._worker, DELETE=self._remove_worker),
+            _route(WATCH_PATH, "debug", GET=self._no_websocket),
             _route(r"/debug/requests", "debug", GET=self._requests),
             _route(r"/debug/requests/(?P<id>.+)", "debug", GET=self._request),
         ]
@@ -235,6 +237,9 @@ class Api:
             raise _Refused(Refusal("not_found", "No worker has this id.", param="id")) from None
 
     # Requests
+
+    def _no_websocket(self, _call: Call, _found: Mapping[str, str]) -> Reply:
+        raise _Refused(Refusal("bad_request", "Ask for a WebSocket here (Upgrade: websocket)."))
 
     def _requests(self, _call: Call, _found: Mapping[str, str]) -> Reply:
         now = self._reactor.now

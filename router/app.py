@@ -34,6 +34,7 @@ from router.reactor import Listener, Reactor
 from router.serving import Serving
 from router.sockets import Network, Socket, TcpNetwork, TlsTarget
 from router.ticket import Ticket
+from router.websocket import Feed
 from router.wires.client import PoolTransport
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
@@ -58,6 +59,7 @@ class App:
     id: str = "router"
     state: RouterState = RouterState.STARTING
     listeners: list[Callable[[App, Edge], None]] = field(factory=list)
+    feed: Feed = field(init=False, factory=Feed)
     metrics: Metrics = field(init=False)
     reactor: Reactor = field(init=False)
     fleet: Fleet = field(init=False)
@@ -93,6 +95,7 @@ class App:
             metrics=self.metrics,
             logs=self.logs,
             house=self,
+            feed=self.feed,
         )
         self._api = Api(
             house=self,
@@ -144,27 +147,36 @@ class App:
         self._listener = Listener(self.reactor, listening, self._accepted)
         return self._listener.address
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        assert self._listener is not None
+        return self._listener.address
+
     async def run(self) -> None:
         """Serve, after `listen`, until asked to stop and drained. Cancelling stops at once."""
         assert self._listener is not None
-        async with trio.open_nursery() as root:
-            self._background_nursery = root
-            root.start_soon(self.reactor.run)
-            for spec in self.settings.workers:
-                self.fleet.add(spec)
-            async with trio.open_nursery() as front:
-                self._front = front
-                self._fire("listening")
-                await self._stop_asked.wait()
-                self._fire("stop_asked")
-                await self._drain()
-                self._listener.close()
-                self.serving.shut_down()
-                # Connections that still have last bytes to write get a moment; idle ones none.
-                front.cancel_scope.deadline = trio.current_time() + self._flush_seconds()
-            root.cancel_scope.cancel(reason="the router has stopped")
-        for pool in self._pools.values():
-            pool.close()
+        try:
+            async with trio.open_nursery() as root:
+                self._background_nursery = root
+                root.start_soon(self.reactor.run)
+                for spec in self.settings.workers:
+                    self.fleet.add(spec)
+                async with trio.open_nursery() as front:
+                    self._front = front
+                    self._fire("listening")
+                    await self._stop_asked.wait()
+                    self._fire("stop_asked")
+                    await self._drain()
+                    self._listener.close()
+                    self.serving.shut_down()
+                    # Last bytes get a moment to be written; idle connections none.
+                    front.cancel_scope.deadline = trio.current_time() + self._flush_seconds()
+                root.cancel_scope.cancel(reason="the router has stopped")
+        finally:
+            self._listener.close()
+            for pool in self._pools.values():
+                pool.close()
 
     async def _drain(self) -> None:
         facts: list[str] = []
@@ -255,7 +267,10 @@ class App:
         _log.info("router", fact=fact, state=self.state.value)
 
     def _edge_listeners(self, machine: str) -> tuple[Callable[[object, Edge], None], ...]:
-        listeners: list[Callable[..., None]] = [self.metrics.on_edge(machine)]
+        listeners: list[Callable[..., None]] = [
+            self.metrics.on_edge(machine),
+            self.feed.listener(machine),
+        ]
         if (write := self.logs.transitions(machine)) is not None:
             listeners.append(write)
         return tuple(listeners)

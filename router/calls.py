@@ -15,7 +15,7 @@ import httptools
 from attrs import define, field, frozen
 
 from router.errors import Refusal
-from router.headers import Headers
+from router.headers import Headers, find
 
 
 @frozen
@@ -41,6 +41,8 @@ class Call:
     keep_alive: bool = False
     headers: Headers = field(factory=list)
     body: bytes = b""
+    #: It asks for a WebSocket; what came behind it is kept in the reader's `unread`.
+    wants_websocket: bool = False
     #: Set where the request cannot be served: it is answered so and the connection closed.
     refusal: Refusal | None = None
 
@@ -70,6 +72,7 @@ class CallReader:
         "head_since",
         "is_refused",
         "reading",
+        "unread",
     )
 
     def __init__(self, limits: Limits) -> None:
@@ -81,6 +84,8 @@ class CallReader:
         #: The client waits for leave to send its body.
         self.expects_continue = False
         self.is_refused = False
+        #: What came behind a request for a WebSocket.
+        self.unread = b""
         self._limits = limits
         self._parser = httptools.HttpRequestParser(self)
         self._call = Call()
@@ -93,6 +98,9 @@ class CallReader:
     def feed(self, data: bytes, now: float) -> None:
         """Read on; what was completed or refused stands in `calls`."""
         if self.is_refused:
+            return
+        if self._call.wants_websocket:
+            self.unread += data
             return
         self._now = now
         self._fed += len(data)
@@ -191,7 +199,17 @@ class CallReader:
         return Refusal("headers_too_large", f"The headers are larger than {limit} bytes.")
 
     def _after_upgrade(self, rest: bytes) -> None:
-        # Nobody is upgraded by accident: the request was parsed and is answered over HTTP/1.1.
+        """Nobody is upgraded by accident: what asks for anything but a WebSocket goes on as HTTP.
+
+        A client that asks for a WebSocket where there is none is answered, and cannot go on.
+        """
+        call = self._call
+        upgrade = find(call.headers, b"upgrade") or b""
+        if upgrade.strip().lower() == b"websocket":
+            call.wants_websocket = True
+            call.keep_alive = False
+            self.unread = rest
+            return
         self._parser = httptools.HttpRequestParser(self)
         if rest:
             self.feed(rest, self._now)

@@ -204,13 +204,10 @@ def _add_sim(parser: argparse.ArgumentParser) -> None:
 
 def _fault_help() -> str:
     """The language of faults as its module explains it, and every kind with its parameters."""
-    from router.sim import faults
+    from router.sim import fault_kinds, faults
 
-    lines = [f"faults:\n{(faults.__doc__ or '').partition(chr(10))[2].rstrip()}", "", "kinds:"]
-    for kind in faults.KINDS.values():
-        lines.append(f"  {kind.name}: {kind.text}")
-        lines += [f"      {p.name}={p.default}  {p.text}" for p in kind.parameters]
-    return "\n".join(lines)
+    text = (faults.__doc__ or "").partition("\n")[2].rstrip()
+    return f"faults:\n{text}\n\nkinds:\n{fault_kinds.manual()}"
 
 
 def _add_sim_flag(

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import trio
+
 from router.calls import Call, CallReader, Limits, Reading
 from router.errors import Refusal
 from router.headers import lines_of
-from router.reactor import Channel, Rank, Reactor, Waker
+from router.reactor import Channel, Rank, Reactor
 from router.sockets import Socket
+from router.waking import Waker
 
 #: A client that owes us this many bytes of reading holds back its own worker until it took them.
 BACKLOG_BYTES_HIGH = 128 * 1024
@@ -132,6 +135,12 @@ class ClientChannel(Channel):
             self.resume()
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
+
+    def take_over(self) -> tuple[trio.abc.HalfCloseableStream, bytes]:
+        """Leave the reactor: the connection as a Trio stream, and what was read beyond the call."""
+        self.gone = True
+        unread = self._reader.unread
+        return self.reactor.network.stream_of(self.detach()), unread
 
     def end(self) -> None:
         """Close in order: the backlog is written, then FIN, then a moment of swallowing input."""

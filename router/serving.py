@@ -32,6 +32,7 @@ from router.openai import Asked, read_request
 from router.reactor import Reactor
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
+from router.websocket import WATCH_PATH, Feed
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
 from statemachines import Edge
@@ -97,6 +98,7 @@ class Serving:
     metrics: Metrics
     logs: Logs
     house: House
+    feed: Feed
     deadlines: Deadlines = field(init=False)
     admission: Admission = field(init=False)
     #: Every open request by its exchange's identity; nothing else counts them.
@@ -116,8 +118,13 @@ class Serving:
             suspect_idle=settings.suspect_idle_secs,
         )
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
-        self._ticket_listeners = (self._note, self.metrics.on_edge("request"))
-        self._leg_listeners = (self.metrics.on_edge("leg"),)
+        feed = self.feed
+        self._ticket_listeners = (
+            self._note,
+            self.metrics.on_edge("request"),
+            feed.listener("request"),
+        )
+        self._leg_listeners = (self.metrics.on_edge("leg"), feed.listener("leg"))
         if (write := self.logs.transitions("request")) is not None:
             self._ticket_listeners += (write,)
         if (write := self.logs.transitions("leg")) is not None:
@@ -139,6 +146,10 @@ class Serving:
                     call.keep_alive = False  # so that a drain is not held up by idle clients
                 if call.refusal is not None:
                     channel.refuse(call.refusal)
+                elif call.wants_websocket and call.path == WATCH_PATH and self.may_watch(call):
+                    stream, unread = channel.take_over()
+                    await self.feed.serve(stream, call, unread)
+                    return
                 elif call.method == "POST" and (route := route_of(call.path)) is not None:
                     await self.serve_call(channel, call, route)
                 else:
@@ -205,6 +216,11 @@ class Serving:
         self.live[ticket] = exchange
         channel.watcher = exchange
         return exchange
+
+    def may_watch(self, call: Call) -> bool:
+        """/debug needs the admin key where there is one."""
+        key = self.settings.admin_key
+        return key is None or has_key(call, (key,))
 
     def _refusal_of_key(self, call: Call) -> Refusal | None:
         keys = self.settings.api_key

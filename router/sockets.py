@@ -87,6 +87,9 @@ class Network(Protocol):
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError where it fails at once."""
 
+    def stream_of(self, sock: Socket) -> trio.abc.HalfCloseableStream:
+        """A connection that has left the reactor, as a Trio stream that owns it."""
+
     def register(self, sock: Socket | Listening, owner: object) -> None:
         """Report readiness of `sock` as `owner`, edge-triggered, until `unregister`."""
 
@@ -145,6 +148,13 @@ class TcpSocket:
         except OSError:
             pass  # the peer is already gone, which is what we wanted to tell it
 
+    def shutdown_read(self) -> None:
+        """Take nothing more; reported as an end by the next poll."""
+        try:
+            self._sock.shutdown(stdlib_socket.SHUT_RD)
+        except OSError:
+            pass  # it has ended by itself, which is reported as well
+
     def close(self) -> None:
         """Send FIN after what the kernel still holds."""
         self._sock.close()
@@ -168,7 +178,18 @@ class TlsSocket:
     handshake is an unfinished connect, and ciphertext the kernel did not take is `has_unsent`.
     """
 
-    __slots__ = ("_handshaken", "_incoming", "_outgoing", "_tcp", "_tls", "_unsent", "recv", "send")
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_handshaken",
+        "_incoming",
+        "_outgoing",
+        "_tcp",
+        "_tls",
+        "_unsent",
+        "recv",
+        "send",
+    )
 
     def __init__(self, tcp: TcpSocket, context: ssl.SSLContext, server_name: str) -> None:
         self._tcp = tcp
@@ -177,6 +198,9 @@ class TlsSocket:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
         self._unsent = b""
         self._handshaken = False
+        #: What stands behind the bytes that were returned: an orderly end, or an error.
+        self._ended = False
+        self._error: ssl.SSLError | None = None
         self.recv: Callable[[int], bytes] = self._recv
         self.send: Callable[[bytes], int] = self._send
 
@@ -195,18 +219,19 @@ class TlsSocket:
 
     def finish_connecting(self) -> None:
         """Connect, then shake hands; a certificate that does not fit is an OSError (SSLError)."""
-        if not self._handshaken:
-            self._tcp.finish_connecting()
-            self._pull()
+        if self._handshaken:
+            return
+        self._tcp.finish_connecting()
+        while True:
             try:
                 self._tls.do_handshake()
+                break
             except ssl.SSLWantReadError:
                 self._push()
-                if self._incoming.eof:
-                    raise ConnectionResetError(errno.ECONNRESET, "closed in handshake") from None
-                raise BlockingIOError from None
-            self._handshaken = True
-            self._push()
+                if not self._pull():
+                    raise BlockingIOError from None
+        self._handshaken = True
+        self._push()
 
     def is_quiet(self) -> bool:
         """See `TcpSocket.is_quiet`; session tickets have been read by the reactor long before."""
@@ -225,39 +250,35 @@ class TlsSocket:
         self._tcp.reset()
 
     def _recv(self, limit: int) -> bytes:
-        self._pull()
+        """Ciphertext is taken from the kernel only when it is needed, so that little is kept."""
         pieces: list[bytes] = []
         size = 0
-        while size < limit:
+        while size < limit and self._error is None:
             try:
                 piece = self._tls.read(limit - size)
             except ssl.SSLWantReadError:
-                if self._incoming.eof and not pieces:
-                    # An end without close_notify may be a truncation by a third party.
-                    raise ConnectionResetError(errno.ECONNRESET, "TLS end without notice") from None
+                if self._pull():
+                    continue
                 break
-            except ssl.SSLZeroReturnError:
+            except ssl.SSLError as error:
+                self._error = error  # also an end without close_notify, perhaps a truncation
                 break
             if not piece:
+                self._ended = True
                 break
             pieces.append(piece)
             size += len(piece)
-        else:
-            return b"".join(pieces)
         self._push()
         if pieces:
+            if self._ended or self._error is not None:
+                # What comes behind these bytes must be read, too, and may bring no edge by itself.
+                self._tcp.shutdown_read()
             return b"".join(pieces)
-        if self._tls_closed():
+        if self._error is not None:
+            raise self._error
+        if self._ended:
             return b""
         raise BlockingIOError
-
-    def _tls_closed(self) -> bool:
-        try:
-            return not self._tls.read(1)
-        except ssl.SSLZeroReturnError:
-            return True
-        except ssl.SSLWantReadError:
-            return False
 
     def _send(self, data: bytes) -> int:
         self._push()
@@ -268,16 +289,17 @@ class TlsSocket:
             self._push()
         return len(data)
 
-    def _pull(self) -> None:
-        while not self._incoming.eof:
-            try:
-                data = self._tcp.recv(65536)
-            except BlockingIOError:
-                return
-            if data:
-                self._incoming.write(data)
-            else:
-                self._incoming.write_eof()
+    def _pull(self) -> bool:
+        """Take ciphertext, or its end, from the kernel; whether there was any."""
+        try:
+            data = self._tcp.recv(65536)
+        except BlockingIOError:
+            return False
+        if data:
+            self._incoming.write(data)
+        else:
+            self._incoming.write_eof()
+        return True
 
     def _push(self) -> None:
         while self.has_unsent:
@@ -355,6 +377,11 @@ class TcpNetwork:
             raise
         tcp = TcpSocket(sock)
         return tcp if tls is None else TlsSocket(tcp, tls.context, tls.server_name)
+
+    def stream_of(self, sock: Socket) -> trio.abc.HalfCloseableStream:
+        """The connection as a `trio.SocketStream`."""
+        assert isinstance(sock, TcpSocket)
+        return trio.SocketStream(trio.socket.from_stdlib_socket(sock.release()))
 
     def register(self, sock: Socket | Listening, owner: object) -> None:
         """Watch everything, once."""

@@ -310,6 +310,11 @@ class MemoryNetwork:
             self.nursery.start_soon(handler, MemoryStream(incoming=here, outgoing=there))
         return sock
 
+    def stream_of(self, sock: Socket) -> MemoryStream:
+        assert isinstance(sock, MemorySocket)
+        self.open_sockets.discard(sock)
+        return MemoryStream(incoming=sock.incoming, outgoing=sock.outgoing)
+
     def register(self, sock: Socket | Listening, owner: object) -> None:
         self._owners[sock] = owner
         if isinstance(sock, MemorySocket) and not sock.is_connecting:

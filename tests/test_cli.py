@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_help_of_sim_names_every_fault_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "sim")
 
-    assert all(f"  {kind}: " in text for kind in KINDS)
+    assert all(f"\n{kind}  " in text for kind in KINDS)
     # The clock is for tests, which build their settings themselves.
     assert set(cli.SIM_HELP) == {each.name for each in fields(SimSettings)} - {"unix_time"}
     assert all(f"--{name.replace('_', '-')}" in text for name in cli.SIM_HELP)
