@@ -200,7 +200,7 @@ class TlsSocket:
         self._handshaken = False
         #: What stands behind the bytes that were returned: an orderly end, or an error.
         self._ended = False
-        self._error: ssl.SSLError | None = None
+        self._error: OSError | None = None
         self.recv: Callable[[int], bytes] = self._recv
         self.send: Callable[[bytes], int] = self._send
 
@@ -250,26 +250,20 @@ class TlsSocket:
         self._tcp.reset()
 
     def _recv(self, limit: int) -> bytes:
-        """Ciphertext is taken from the kernel only when it is needed, so that little is kept."""
         pieces: list[bytes] = []
         size = 0
-        while size < limit and self._error is None:
-            try:
-                piece = self._tls.read(limit - size)
-            except ssl.SSLWantReadError:
-                if self._pull():
-                    continue
-                break
-            except ssl.SSLError as error:
-                self._error = error  # also an end without close_notify, perhaps a truncation
-                break
-            if not piece:
-                self._ended = True
-                break
-            pieces.append(piece)
-            size += len(piece)
-        self._push()
-        if pieces:
+        try:
+            while size < limit and not self._ended and self._error is None:
+                piece = self._read(limit - size)
+                if piece is None:
+                    break
+                self._ended = not piece
+                pieces.append(piece)
+                size += len(piece)
+            self._push()
+        except OSError as error:
+            self._error = error  # also an end without close_notify, perhaps a truncation
+        if size:
             if self._ended or self._error is not None:
                 # What comes behind these bytes must be read, too, and may bring no edge by itself.
                 self._tcp.shutdown_read()
@@ -279,6 +273,18 @@ class TlsSocket:
         if self._ended:
             return b""
         raise BlockingIOError
+
+    def _read(self, limit: int) -> bytes | None:
+        """Plaintext, b"" at an orderly end, or None where more ciphertext must come first.
+
+        Ciphertext is taken from the kernel only when it is needed, so that little is kept here.
+        """
+        while True:
+            try:
+                return self._tls.read(limit)
+            except ssl.SSLWantReadError:
+                if not self._pull():
+                    return None
 
     def _send(self, data: bytes) -> int:
         self._push()
