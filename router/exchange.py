@@ -1,9 +1,9 @@
 """One client request between its connection and its legs: bytes become facts here.
 
-The exchange is what the reactor's callbacks talk to. It hands a worker's bytes to a relay, writes
-what may be forwarded, and fires facts at the request's machine. Leaving the attempt's states
-closes the leg before `fire` returns, so that nothing of a given-up attempt can still reach the
-client. It never decides what follows from a fact: the chart does, and the task in
+The exchange is what the reactor's callbacks talk to. It fires facts at the request's machine and
+writes the answer; how an answer is read is `router.answering`'s matter. Leaving the attempt's
+states closes the leg before `fire` returns, so that nothing of a given-up attempt can still reach
+the client. It never decides what follows from a fact: the chart does, and the task in
 `router.serving` acts on the state.
 """
 
@@ -11,14 +11,20 @@ from __future__ import annotations
 
 from attrs import define, field, frozen
 
+from router.answering import (
+    Answering,
+    PassingAnswering,
+    StreamAnswering,
+    WholeAnswering,
+    broken,
+)
 from router.calls import Call
 from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
-from router.openai import judge_answer
-from router.relay import DONE_EVENT, Ending, StreamRelay, WholeAnswer
-from router.ticket import Answer, Failure, Ticket
+from router.relay import StreamRelay
+from router.ticket import Failure, Ticket
 from statemachines import REQUEST, Edge
 from statemachines.leg import LegState
 from statemachines.request import RequestState
@@ -35,8 +41,6 @@ _LET_GO = {
 #: How often a silent stream's worker is looked at again.
 _SUSPECT_AGAIN_SECONDS = 1.0
 _WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
-#: Statuses of a worker that has no room now.
-_BUSY = frozenset({429, 503})
 
 
 @frozen
@@ -73,12 +77,15 @@ class Exchange:
     leg: Leg | None = None
     #: The end of the wait under the admission cap, or None.
     queue_until: float | None = None
-    _relay: StreamRelay | None = None
-    _whole: WholeAnswer | None = None
-    #: The answer goes through unread: too large to hold, or encoded against our wish.
-    _passing: bool = False
-    _status: int = 0
-    _headers: Headers = field(factory=list)
+    #: Status and headers of the answer, once they are there.
+    status: int = 0
+    headers: Headers = field(factory=list)
+    _answering: Answering | None = None
+
+    @property
+    def now(self) -> float:
+        """Time of the current pass (Trio's clock, seconds)."""
+        return self.channel.reactor.now
 
     # Facts
 
@@ -92,7 +99,7 @@ class Exchange:
         """Listener of the request's machine: scopes end here, synchronously."""
         if "attempt" in edge.leaves:
             leg, self.leg = self.leg, None
-            self._relay = self._whole = None
+            self._answering = None
             if leg is not None:
                 leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
             self.channel.waker.wake()
@@ -102,207 +109,96 @@ class Exchange:
     def start(self, leg: Leg) -> None:
         """A leg begins; the deadlines of the attempt begin with it."""
         self.leg = leg
-        self._relay = self._whole = None
-        self._passing = False
+        self._answering = None
         self.queue_until = None
-
-    def _lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None:
-        """The leg ended badly: its own fact, then the request's."""
-        self.ticket.tried.add(leg.worker)
-        leg.fire(leg_fact)
-        self.fire(fact, failure)
 
     # What the leg tells
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
-        self._status = status
-        self._headers = headers
-        kind = find(headers, b"content-type") or b""
-        if not 200 <= status < 300 or not kind.startswith(b"text/event-stream"):
-            self._whole = WholeAnswer(self.whole_bytes_max)
-            return
-        leg.is_stream = True
-        if (find(headers, b"content-encoding") or b"identity").lower() == b"identity":
-            self._relay = StreamRelay(self.route.family)
-        else:
-            self._passing = True
+        self.status, self.headers = status, headers
+        self._answering = self._choose_answering(leg)
 
     def on_leg_body(self, leg: Leg, data: bytes) -> None:
-        if self._relay is not None:
-            self._feed_stream(leg, self._relay, data)
-        elif self._passing:
-            self._pass(data)
-        elif self._whole is not None:
-            self._whole.feed(data)
-            if self._whole.is_too_large:
-                self._meet_large_answer(leg, self._whole)
+        if self._answering is not None:
+            self._answering.feed(leg, data)
 
     def on_leg_end(self, leg: Leg) -> None:
-        if self._relay is not None:
-            self._relay.finish()
-            self._end_stream(leg, self._relay, b"")
-        elif self._passing:
-            self._end_passing(leg)
-        elif self._whole is not None:
-            self._end_whole(leg, self._whole.body())
+        if self._answering is not None:
+            self._answering.end(leg)
 
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if connecting:
             leg.worker.probe_soon()
             refusal = Refusal("upstream_unreachable", "The worker cannot be reached.")
-            self._lose(leg, "broke", "leg_lost", Failure(refusal))
-        elif self._relay is not None and self._relay.released and self._relay.judge.finished:
-            self._complete_locally(leg, "broke", "lost_after_end")
-        else:
+            self.lose(leg, "broke", "leg_lost", Failure(refusal))
+        elif self._answering is None or not self._answering.survives_break(leg):
             leg.worker.probe_soon()
-            self._lose(leg, "broke", "leg_lost", Failure(_broken()))
+            self.lose(leg, "broke", "leg_lost", Failure(broken()))
 
-    # Streams
+    def _choose_answering(self, leg: Leg) -> Answering:
+        kind = find(self.headers, b"content-type") or b""
+        if not 200 <= self.status < 300 or not kind.startswith(b"text/event-stream"):
+            return WholeAnswering(self)
+        leg.is_stream = True
+        if (find(self.headers, b"content-encoding") or b"identity").lower() == b"identity":
+            return StreamAnswering(self, StreamRelay(self.route.family))
+        return PassingAnswering(self)
 
-    def _feed_stream(self, leg: Leg, relay: StreamRelay, data: bytes) -> None:
-        had_content, was_released = relay.has_content, relay.released
-        forward = relay.feed(data)
-        if relay.progressed:
-            leg.last_event_at = self.channel.reactor.now
-        if relay.has_content and not had_content:
-            self._meet_first_token(leg)
-        elif relay.released and not was_released:
-            self.fire("answered")
-        if relay.ending is not None:
-            self._end_stream(leg, relay, forward)
-        elif forward:
-            if was_released:
-                self.channel.write(forward)
-            else:
-                self._begin(forward)
+    # What an answer needs
 
-    def _meet_first_token(self, leg: Leg) -> None:
+    def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None:
+        """The leg ended badly: its own fact, then the request's."""
+        self.ticket.tried.add(leg.worker)
+        leg.fire(leg_fact)
+        self.fire(fact, failure)
+
+    def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
+        """The client has the whole good answer."""
+        leg.stream_outcome = "ok"
+        leg.fire(leg_fact)
+        self.fire(fact)
+
+    def meet_first_token(self, leg: Leg) -> None:
+        """The first content of this attempt is about to be written."""
         if self.ticket.first_token_at is None:
             self.ticket.first_token_at = self.channel.reactor.now
         leg.fire("first_token")
         self.fire("first_token")
         self.channel.rearm()
 
-    def _end_stream(self, leg: Leg, relay: StreamRelay, forward: bytes) -> None:
-        ending = relay.ending
-        if ending is Ending.WELL:
-            self._write_last(forward)
-            self._complete(leg, relay)
-            return
-        if forward:
-            self._write(forward)
-        if ending is Ending.UNMARKED:
-            self._complete_locally(leg, "completed", "completed")
-        elif ending is Ending.ERROR:
-            self._meet_error_event(leg, relay)
-        else:
-            self._lose(leg, "lied", "leg_lied", Failure(_broken()))
+    def pass_on(self, answering: Answering) -> None:
+        """What is left of the answer is handled by another."""
+        self._answering = answering
 
-    def _complete(self, leg: Leg, relay: StreamRelay) -> None:
-        judge = relay.judge
-        self.ticket.prompt_tokens = judge.prompt_tokens
-        self.ticket.completion_tokens = judge.completion_tokens
-        leg.stream_outcome = "ok"
-        leg.fire("completed")
-        self.fire("completed")
-
-    def _complete_locally(self, leg: Leg, leg_fact: str, fact: str) -> None:
-        """The finish is delivered and only `[DONE]` is missing: it is written here."""
-        assert self._relay is not None
-        is_marked = self.route.family != "other"
-        self._write_last(DONE_EVENT if is_marked else b"")
-        self.ticket.prompt_tokens = self._relay.judge.prompt_tokens
-        self.ticket.completion_tokens = self._relay.judge.completion_tokens
-        leg.stream_outcome = "ok"
-        leg.fire(leg_fact)
-        self.fire(fact)
-
-    def _meet_error_event(self, leg: Leg, relay: StreamRelay) -> None:
-        status = relay.judge.error_status
-        leg.stream_outcome = "error_event"
-        if relay.released:
-            failure = Failure(_broken(), event=relay.error_event)
-        else:
-            body = nest_error(relay.judge.error_body)
-            answer = Answer(status, [(b"content-type", b"application/json")], body)
-            failure = Failure(_broken(), answer=answer)
-        if status in _BUSY:
-            leg_fact, fact = "backpressure", "leg_lied" if relay.released else "overloaded"
-        elif status < 500:
-            leg_fact, fact = "rejected", "rejected"
-        else:
-            leg_fact, fact = "erred", "leg_lied" if relay.released else "overloaded"
-        self._lose(leg, leg_fact, fact, failure)
-
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """More of the answer, after its head."""
         if self.channel.reply_begun:
             self.channel.write(data)
         else:
             self._begin(data)
 
-    def _write_last(self, data: bytes) -> None:
+    def write_last(self, data: bytes) -> None:
+        """The last of the answer and its clean end."""
         if not self.channel.reply_begun:
             self._begin(b"")
         self.channel.write_last(data)
 
+    def respond(self, body: bytes) -> None:
+        """The whole answer at once."""
+        self.ticket.status = self.status
+        self.channel.respond(self.status, self._reply_lines(stream=False), body)
+
+    def count_tokens(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
+        """What the engine said of its usage, for the log."""
+        self.ticket.prompt_tokens = prompt_tokens
+        self.ticket.completion_tokens = completion_tokens
+
     def _begin(self, data: bytes) -> None:
-        self.ticket.status = self._status
-        self.channel.begin(self._status, self._reply_lines(stream=True), data)
-
-    # Whole answers
-
-    def _end_whole(self, leg: Leg, body: bytes) -> None:
-        status = self._status
-        if status >= 400:
-            self._meet_error_answer(leg, Answer(status, self._headers, body))
-        elif status == 200 and not body:
-            # An empty 200 is no answer (GoModel PR #1015); nothing was sent, so try elsewhere.
-            self._lose(leg, "lied", "leg_lost", Failure(_broken()))
-        elif self.route.family == "openai" and self._lies(body):
-            self._lose(leg, "lied", "leg_lied", Failure(_broken()))
-        else:
-            self.ticket.status = status
-            self.channel.respond(status, self._reply_lines(stream=False), body)
-            leg.fire("completed")
-            self.fire("completed")
-
-    def _lies(self, body: bytes) -> bool:
-        verdict = judge_answer(body)
-        self.ticket.prompt_tokens = verdict.prompt_tokens
-        self.ticket.completion_tokens = verdict.completion_tokens
-        return verdict.lies
-
-    def _meet_error_answer(self, leg: Leg, answer: Answer) -> None:
-        failure = Failure(_broken(), answer=answer)
-        if answer.status in _BUSY:
-            self._lose(leg, "backpressure", "overloaded", failure)
-        elif answer.status < 500:
-            self._lose(leg, "rejected", "rejected", failure)
-        else:
-            self._lose(leg, "erred", "overloaded", failure)
-
-    def _meet_large_answer(self, leg: Leg, whole: WholeAnswer) -> None:
-        """More than may be held: from here on it goes through, and can no longer be retried."""
-        self._whole = None
-        if self._status >= 400:
-            self._lose(leg, "broke", "leg_lost", Failure(_broken()))
-            return
-        self._passing = True
-        self._pass(whole.body())
-
-    def _pass(self, data: bytes) -> None:
-        if not self.channel.reply_begun:
-            self.fire("answered")
-        self._write(data)
-
-    def _end_passing(self, leg: Leg) -> None:
-        self._write_last(b"")
-        leg.stream_outcome = "ok"
-        leg.fire("completed")
-        self.fire("completed")
+        self.ticket.status = self.status
+        self.channel.begin(self.status, self._reply_lines(stream=True), data)
 
     def _reply_lines(self, *, stream: bool) -> bytes:
-        lines = to_client(self._headers, stream=stream)
+        lines = to_client(self.headers, stream=stream)
         return b"%bx-request-id: %b\r\n" % (lines, self.ticket.id.encode())
 
     # What the client's channel tells
@@ -384,7 +280,7 @@ class Exchange:
         if stall is not None and stall <= now:
             self._meet_stall(leg)
         elif leg.worker.is_silent:
-            self._lose(leg, "stalled", "leg_stalled", Failure(_broken()))
+            self.lose(leg, "stalled", "leg_stalled", Failure(broken()))
         else:
             leg.worker.probe_soon()
             leg.suspect_again_at = now + _SUSPECT_AGAIN_SECONDS
@@ -397,7 +293,7 @@ class Exchange:
         else:
             seconds = self.deadlines.first_token
             refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
-        self._lose(leg, "stalled", "leg_stalled", Failure(refusal))
+        self.lose(leg, "stalled", "leg_stalled", Failure(refusal))
 
     # The end
 
@@ -411,14 +307,10 @@ class Exchange:
             channel.cut(failure.event or failure.refusal.event())
         elif failure.answer is not None:
             answer = failure.answer
-            self._headers = answer.headers
+            self.headers = answer.headers
             ticket.status = answer.status
             lines = self._reply_lines(stream=False)
             channel.respond(answer.status, lines, nest_error(answer.body))
         else:
             ticket.status = failure.refusal.status
             channel.refuse(failure.refusal, ticket.id)
-
-
-def _broken() -> Refusal:
-    return Refusal("upstream_broken", "The worker's answer broke off before its end.")

@@ -1,0 +1,230 @@
+"""How a worker's answer is read: whole, as a stream of events, or passed through unread.
+
+One object an attempt, made when the head is there. Each knows what its kind of answer can mean
+(complete, an end that lies, an error in-band or as a status), tells the exchange what to write,
+and ends by exactly one pair of facts, one for the leg and one for the request.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from router.errors import Refusal, nest_error
+from router.headers import Headers
+from router.legs import Leg
+from router.openai import judge_answer
+from router.relay import DONE_EVENT, Ending, StreamRelay, WholeAnswer
+from router.ticket import Answer, Failure
+
+#: Statuses of a worker that has no room now.
+_BUSY = frozenset({429, 503})
+
+
+class RouteView(Protocol):
+    """What an answer needs to know of its route."""
+
+    @property
+    def family(self) -> str: ...
+
+
+class Exchange(Protocol):
+    """What an answer may do to its exchange."""
+
+    status: int
+    headers: Headers
+    whole_bytes_max: int
+
+    @property
+    def route(self) -> RouteView: ...
+    @property
+    def now(self) -> float: ...
+
+    def fire(self, fact: str, failure: Failure | None = None) -> None: ...
+    def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None: ...
+    def complete(self, leg: Leg, leg_fact: str = ..., fact: str = ...) -> None: ...
+    def meet_first_token(self, leg: Leg) -> None: ...
+    def pass_on(self, answering: Answering) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def write_last(self, data: bytes) -> None: ...
+    def respond(self, body: bytes) -> None: ...
+    def count_tokens(self, prompt_tokens: int | None, completion_tokens: int | None) -> None: ...
+
+
+class Answering(Protocol):
+    """One answer being read."""
+
+    def feed(self, leg: Leg, data: bytes) -> None:
+        """More of the body."""
+
+    def end(self, leg: Leg) -> None:
+        """The body ended as its framing promised."""
+
+    def survives_break(self, leg: Leg) -> bool:
+        """The connection broke: end the request well if all that matters was there, or say no."""
+
+
+class StreamAnswering:
+    """A stream of events."""
+
+    __slots__ = ("_exchange", "_relay")
+
+    def __init__(self, exchange: Exchange, relay: StreamRelay) -> None:
+        self._exchange = exchange
+        self._relay = relay
+
+    def feed(self, leg: Leg, data: bytes) -> None:
+        relay, exchange = self._relay, self._exchange
+        had_content, was_released = relay.has_content, relay.released
+        forward = relay.feed(data)
+        if relay.progressed:
+            leg.last_event_at = exchange.now
+        if relay.has_content and not had_content:
+            exchange.meet_first_token(leg)
+        elif relay.released and not was_released:
+            exchange.fire("answered")
+        if relay.ending is not None:
+            self._end(leg, forward)
+        elif forward:
+            exchange.write(forward)
+
+    def end(self, leg: Leg) -> None:
+        self._relay.finish()
+        self._end(leg, b"")
+
+    def survives_break(self, leg: Leg) -> bool:
+        if not (self._relay.released and self._relay.judge.finished):
+            return False
+        self._complete_locally(leg, "broke", "lost_after_end")
+        return True
+
+    def _end(self, leg: Leg, forward: bytes) -> None:
+        ending, exchange = self._relay.ending, self._exchange
+        if ending is Ending.WELL:
+            exchange.write_last(forward)
+            self._count_tokens()
+            exchange.complete(leg)
+            return
+        if forward:
+            exchange.write(forward)
+        if ending is Ending.UNMARKED:
+            self._complete_locally(leg, "completed", "completed")
+        elif ending is Ending.ERROR:
+            self._meet_error_event(leg)
+        else:
+            exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
+
+    def _complete_locally(self, leg: Leg, leg_fact: str, fact: str) -> None:
+        """The finish is delivered and only `[DONE]` is missing: it is written here."""
+        self._exchange.write_last(DONE_EVENT if self._relay.judge.has_finish else b"")
+        self._count_tokens()
+        self._exchange.complete(leg, leg_fact, fact)
+
+    def _count_tokens(self) -> None:
+        judge = self._relay.judge
+        self._exchange.count_tokens(judge.prompt_tokens, judge.completion_tokens)
+
+    def _meet_error_event(self, leg: Leg) -> None:
+        relay = self._relay
+        status = relay.judge.error_status
+        leg.stream_outcome = "error_event"
+        if relay.released:
+            failure = Failure(broken(), event=relay.error_event)
+        else:
+            body = nest_error(relay.judge.error_body)
+            answer = Answer(status, [(b"content-type", b"application/json")], body)
+            failure = Failure(broken(), answer=answer)
+        fact = "leg_lied" if relay.released else "overloaded"
+        if status in _BUSY:
+            self._exchange.lose(leg, "backpressure", fact, failure)
+        elif status < 500:
+            self._exchange.lose(leg, "rejected", "rejected", failure)
+        else:
+            self._exchange.lose(leg, "erred", fact, failure)
+
+
+class WholeAnswering:
+    """A unary answer, or an error: held until it is complete, so that it can still be retried."""
+
+    __slots__ = ("_exchange", "_whole")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._whole = WholeAnswer(exchange.whole_bytes_max)
+
+    def feed(self, leg: Leg, data: bytes) -> None:
+        self._whole.feed(data)
+        if self._whole.is_too_large:
+            self._meet_large_answer(leg)
+
+    def end(self, leg: Leg) -> None:
+        exchange, body = self._exchange, self._whole.body()
+        status = exchange.status
+        if status >= 400:
+            self._meet_error(leg, Answer(status, exchange.headers, body))
+        elif status == 200 and not body:
+            # An empty 200 is no answer (GoModel PR #1015); nothing was sent, so try elsewhere.
+            exchange.lose(leg, "lied", "leg_lost", Failure(broken()))
+        elif exchange.route.family == "openai" and self._lies(body):
+            exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
+        else:
+            exchange.respond(body)
+            exchange.complete(leg)
+
+    def survives_break(self, leg: Leg) -> bool:
+        return False
+
+    def _lies(self, body: bytes) -> bool:
+        verdict = judge_answer(body)
+        self._exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
+        return verdict.lies
+
+    def _meet_error(self, leg: Leg, answer: Answer) -> None:
+        failure = Failure(broken(), answer=answer)
+        if answer.status in _BUSY:
+            self._exchange.lose(leg, "backpressure", "overloaded", failure)
+        elif answer.status < 500:
+            self._exchange.lose(leg, "rejected", "rejected", failure)
+        else:
+            self._exchange.lose(leg, "erred", "overloaded", failure)
+
+    def _meet_large_answer(self, leg: Leg) -> None:
+        """More than may be held: from here on it goes through, and can no longer be retried."""
+        if self._exchange.status >= 400:
+            self._exchange.lose(leg, "broke", "leg_lost", Failure(broken()))
+            return
+        passing = PassingAnswering(self._exchange)
+        self._exchange.pass_on(passing)
+        passing.feed(leg, self._whole.body())
+
+
+class PassingAnswering:
+    """An answer that goes through unread: too large to hold, or encoded against our wish."""
+
+    __slots__ = ("_exchange", "_has_begun")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._has_begun = False
+
+    def feed(self, leg: Leg, data: bytes) -> None:
+        leg.last_event_at = self._exchange.now
+        self._begin()
+        self._exchange.write(data)
+
+    def end(self, leg: Leg) -> None:
+        self._begin()
+        self._exchange.write_last(b"")
+        self._exchange.complete(leg)
+
+    def survives_break(self, leg: Leg) -> bool:
+        return False
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._exchange.fire("answered")
+
+
+def broken() -> Refusal:
+    """A worker's answer that is not whole."""
+    return Refusal("upstream_broken", "The worker's answer broke off before its end.")
