@@ -114,12 +114,13 @@ class Choice:
             return Piece(self.index, (), "")
         return self._give_out(text)
 
-    def cut_short(self, finish: str) -> Piece:
+    def cut_short(self, finish: str, *, one_more: bool = True) -> Piece:
         """End now, for a reason from outside; what was kept back is given out.
 
-        SGLang's last chunk brings one more token, vLLM's none (recorded aborts).
+        SGLang's last chunk brings one more token, vLLM's none (recorded aborts). Without
+        `one_more` it does not: where a piece was lost, another one would follow a hole.
         """
-        if self.finish is None and not self.manner.holds_characters:
+        if one_more and self.finish is None and not self.manner.holds_characters:
             self._read(self._next())
         self.finish, self.stopped_by = finish, None
         return self._give_out(self._release() or "")

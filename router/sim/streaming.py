@@ -44,6 +44,8 @@ class StreamAnswer:
     _keeps: bool = field(default=True, init=False)
     _head_is_sent: bool = field(default=False, init=False)
     _lump: list[bytes] = field(factory=list, init=False)
+    _holds_an_event: bool = field(default=False, init=False)
+    """Its tokens are generated; should the stream end here, they are lost."""
 
     async def give(self) -> bool:
         """Send it; whether the connection can serve another request."""
@@ -124,6 +126,7 @@ class StreamAnswer:
         """Send one event, unless this is where the script ends the stream."""
         if self._is_over:
             return
+        self._holds_an_event = True
         for fault in self.script.faults:
             if self._is_due(fault):
                 await self._suffer(fault, event)
@@ -133,6 +136,7 @@ class StreamAnswer:
             await self._meet()
             return
         await self._put(event)
+        self._holds_an_event = False
 
     def _is_due(self, fault: Fault) -> bool:
         """Whether a fault waits for exactly this number of events."""
@@ -204,7 +208,8 @@ class StreamAnswer:
         dialect, job = self.engine.dialect, self.running.job
         for choice in self.running.choices:
             if choice.finish is None:
-                for event in dialect.events(job, choice, choice.cut_short("abort")):
+                last = choice.cut_short("abort", one_more=not self._holds_an_event)
+                for event in dialect.events(job, choice, last):
                     await self._put(event)
         await self._end(done=done)
 
