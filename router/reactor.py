@@ -12,7 +12,8 @@ Rules that keep it safe, each with a test:
 * Facts of one pass come in a fixed order, whatever epoll's was: prefill workers, then decode and
   mixed workers, then clients, then deadlines.
 * Edge-triggered readiness is remembered: a channel that was paused, or whose read filled the
-  buffer, is read again without waiting for an edge that may never come.
+  buffer, is read again without waiting for an edge that may never come, but not before other
+  tasks had their turn.
 * A callback cannot raise past the reactor. What it raises goes to `Channel.crashed`, whose owner
   re-raises it in its own task.
 * Tasks are woken through `Waker`, which is idempotent and safe to call for a task that was
@@ -399,6 +400,9 @@ class Reactor:
     async def _look_again(self) -> None:
         while True:
             await self._nudge.wait()
+            # A nudge that came during the last pass does not park us, and somebody who sends
+            # without a stop would keep every other task, deadlines included, from running.
+            await trio.lowlevel.checkpoint()
             self.turn()
 
     async def _sweep(self) -> None:
