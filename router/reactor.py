@@ -66,6 +66,7 @@ class Channel:
     """
 
     __slots__ = (
+        "_broken",
         "_connecting",
         "_hung_up",
         "_out",
@@ -73,6 +74,7 @@ class Channel:
         "armed_at",
         "backlog_bytes",
         "closing",
+        "in_next_pass",
         "is_open",
         "paused",
         "rank",
@@ -86,6 +88,8 @@ class Channel:
         self.rank = rank
         self.is_open = True
         self.paused = False
+        #: Belongs to the reactor: it will look at this channel again without an edge.
+        self.in_next_pass = False
         #: True once the end is decided and only the backlog is still being written.
         self.closing = False
         #: Bytes accepted by `send` that the kernel has not taken yet.
@@ -94,6 +98,8 @@ class Channel:
         self._out: list[bytes] = []
         self._readable = False
         self._hung_up = False
+        #: What a write has met. The kernel tells it once, and reads then find a plain end.
+        self._broken: OSError | None = None
         self._connecting = connecting
         reactor.register(self)
 
@@ -142,6 +148,8 @@ class Channel:
 
     def send(self, data: bytes) -> None:
         """Write what the kernel takes now and keep the rest; `lost` reports errors, later."""
+        if self._broken is not None:
+            return
         if self._out or self._connecting:
             self._out.append(data)
             self.backlog_bytes += len(data)
@@ -150,10 +158,8 @@ class Channel:
             sent = self.sock.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError:
-            self._hung_up = True
-            self._readable = True
-            self.reactor.look_again(self)
+        except OSError as error:
+            self._break(error)
             return
         if sent != len(data):
             self._out.append(data[sent:])
@@ -217,17 +223,20 @@ class Channel:
             if self._hung_up:
                 self.hung_up_while_paused()
             return
+        data: bytes | None
         try:
             data = self.sock.recv(RECV_BYTES)
         except BlockingIOError:
-            self._readable = False
-            return
+            data = None
         except OSError as error:
             self._lose(error)
             return
         if not data:
             self._readable = False
-            self.ended()
+            if self._broken is not None:
+                self._lose(self._broken)
+            elif data is not None:
+                self.ended()
             return
         if len(data) < RECV_BYTES and not self._hung_up:
             self._readable = False
@@ -257,7 +266,7 @@ class Channel:
             self._out = [data] if data else []
             return
         except OSError as error:
-            self._lose(error)
+            self._break(error)
             return
         if sent != len(data):
             self._out = [data[sent:]]
@@ -272,6 +281,14 @@ class Channel:
         else:
             self.drained()
 
+    def _break(self, error: OSError) -> None:
+        """A write failed: what the peer said before that is still read, then this is a loss."""
+        self._broken = error
+        self._out = []
+        self.backlog_bytes = 0
+        self._hung_up = self._readable = True
+        self.reactor.look_again(self)
+
     def _lose(self, error: OSError) -> None:
         self.close()
         self.lost(error)
@@ -280,7 +297,15 @@ class Channel:
 class Listener:
     """A listening socket; every accepted connection is handed to `accepted`."""
 
-    __slots__ = ("_accepted", "armed_at", "is_open", "listening", "rank", "reactor")
+    __slots__ = (
+        "_accepted",
+        "armed_at",
+        "in_next_pass",
+        "is_open",
+        "listening",
+        "rank",
+        "reactor",
+    )
 
     def __init__(
         self, reactor: Reactor, listening: Listening, accepted: Callable[[Socket], None]
@@ -289,6 +314,7 @@ class Listener:
         self.listening = listening
         self.rank = Rank.CLIENT
         self.is_open = True
+        self.in_next_pass = False
         self.armed_at: float | None = None
         self._accepted = accepted
         reactor.listen(self)
@@ -374,9 +400,11 @@ class Reactor:
         self.network.unregister(listener.listening)
 
     def look_again(self, owner: Channel | Listener) -> None:
-        """Read (or accept from) `owner` in the next pass without waiting for an edge."""
-        self._again.append(owner)
-        self._nudge.wake()
+        """Read (or accept from) `owner` in the next pass, once, without waiting for an edge."""
+        if not owner.in_next_pass:
+            owner.in_next_pass = True
+            self._again.append(owner)
+            self._nudge.wake()
 
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError when it fails at once."""
@@ -415,8 +443,12 @@ class Reactor:
     def turn(self) -> None:
         """One pass: what is ready now, in the fixed order."""
         self.now = trio.current_time()
-        again, self._again = self._again, []
-        ready: list[tuple[int, Channel | Listener, int]] = [(it.rank, it, -1) for it in again]
+        ready: list[tuple[int, Channel | Listener, int]] = []
+        if self._again:
+            again, self._again = self._again, []
+            for it in again:
+                it.in_next_pass = False
+                ready.append((it.rank, it, -1))
         for owner, events in self.network.poll(EVENTS_PER_PASS):
             # The network returns what `register` was given, and we give it nothing else.
             assert isinstance(owner, Channel | Listener)
