@@ -68,6 +68,7 @@ class Channel:
     __slots__ = (
         "_broken",
         "_connecting",
+        "_ended",
         "_hung_up",
         "_out",
         "_readable",
@@ -101,6 +102,7 @@ class Channel:
         #: What a write has met. The kernel tells it once, and reads then find a plain end.
         self._broken: OSError | None = None
         self._connecting = connecting
+        self._ended = False
         reactor.register(self)
 
     # What a subclass hears
@@ -235,7 +237,8 @@ class Channel:
             self._readable = False
             if self._broken is not None:
                 self._lose(self._broken)
-            elif data is not None:
+            elif data is not None and not self._ended:
+                self._ended = True
                 self.ended()
             return
         if len(data) < RECV_BYTES and not self._hung_up:
