@@ -92,10 +92,16 @@ class Sweeper:
             self._scope.deadline = when
 
     def sweep(self, now: float) -> None:
-        """Look at everything that is due; an exception is reported and ends only that look."""
+        """Look at everything that is due, once; an exception is reported and ends only that look.
+
+        Who answers with a moment that has passed is asked again in the next pass, not in this
+        one: it may wait for a task that could never run.
+        """
         heap = self._heap
+        due = []
         while heap and heap[0][0] <= now:
-            when, _, timed = heapq.heappop(heap)
+            due.append(heapq.heappop(heap))
+        for when, _, timed in due:
             if timed.armed_at != when:
                 continue  # it was armed anew for an earlier moment, and has been looked at then
             timed.armed_at = None
