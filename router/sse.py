@@ -54,7 +54,11 @@ class EventReader:
         start = 0
         # The end of an event may straddle the cut: it is at most four bytes long.
         position = max(0, self._searched - 3)
+        if position and held.startswith(b"\r\n", position - 1):
+            position -= 1
         while (end := _EVENT_END.search(held, position)) is not None:
+            if end.end() == len(held) and held.endswith(b"\r\n\r"):
+                break  # half of a CRLF: its LF belongs to this event
             events.append(held[start : end.end()])
             start = position = end.end()
         self._held = held[start:]
