@@ -27,6 +27,8 @@ class Got:
     headers: dict[str, str] = field(factory=dict)
     #: The header lines as they came, for those that may come twice.
     header_list: list[tuple[str, str]] = field(factory=list)
+    #: Seconds after the plan's begin at which the head came.
+    head_at: float = 0.0
     body: bytes = b""
     #: (moment, bytes) of every piece of body; moments count from the plan's begin.
     pieces: list[tuple[float, bytes]] = field(factory=list)

@@ -326,7 +326,7 @@ async def _read_answer(
         if event is h11.NEED_DATA:
             connection.receive_data(bytes(await stream.receive_some(READ_BYTES)))
         elif isinstance(event, h11.Response):
-            got.status = event.status_code
+            got.status, got.head_at = event.status_code, trio.current_time() - plan.begin
             got.header_list = [(n.decode(), v.decode("latin-1")) for n, v in event.headers]
             got.headers = dict(got.header_list)
         elif isinstance(event, h11.Data):
