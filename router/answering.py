@@ -48,6 +48,7 @@ class Exchange(Protocol):
     def write_last(self, data: bytes) -> None: ...
     def respond(self, body: bytes) -> None: ...
     def count_tokens(self, prompt_tokens: int | None, completion_tokens: int | None) -> None: ...
+    def choices_asked(self) -> int: ...
 
 
 class Answering(Protocol):
@@ -59,8 +60,8 @@ class Answering(Protocol):
     def end(self, leg: Leg) -> None:
         """The body ended as its framing promised."""
 
-    def survives_break(self, leg: Leg) -> bool:
-        """The connection broke: end the request well if all that matters was there, or say no."""
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
+        """The leg is lost by this fact: end well if all that matters was there, or say no."""
 
 
 class StreamAnswering:
@@ -91,10 +92,10 @@ class StreamAnswering:
         self._relay.finish()
         self._end(leg, b"")
 
-    def survives_break(self, leg: Leg) -> bool:
-        if not (self._relay.released and self._relay.judge.finished):
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
+        if not (self._relay.released and self._is_finished()):
             return False
-        self._complete_locally(leg, "broke", "lost_after_end")
+        self._complete_locally(leg, leg_fact, "lost_after_end")
         return True
 
     def _end(self, leg: Leg, forward: bytes) -> None:
@@ -106,12 +107,19 @@ class StreamAnswering:
             return
         if forward:
             exchange.write(forward)
-        if ending is Ending.UNMARKED:
+        if ending is Ending.UNMARKED and self._is_finished():
             self._complete_locally(leg, "completed", "completed")
         elif ending is Ending.ERROR:
             self._meet_error_event(leg)
         else:
             exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
+
+    def _is_finished(self) -> bool:
+        """Every choice that was asked for has its finish, not only those that were seen."""
+        judge = self._relay.judge
+        if not judge.has_finish:
+            return self._relay.ending is Ending.UNMARKED
+        return judge.finished and judge.choices >= self._exchange.choices_asked()
 
     def _complete_locally(self, leg: Leg, leg_fact: str, fact: str) -> None:
         """The finish is delivered and only `[DONE]` is missing: it is written here."""
@@ -170,7 +178,7 @@ class WholeAnswering:
             exchange.respond(body)
             exchange.complete(leg)
 
-    def survives_break(self, leg: Leg) -> bool:
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
         return False
 
     def _lies(self, body: bytes) -> bool:
@@ -216,7 +224,7 @@ class PassingAnswering:
         self._exchange.write_last(b"")
         self._exchange.complete(leg)
 
-    def survives_break(self, leg: Leg) -> bool:
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
         return False
 
     def _begin(self) -> None:

@@ -9,6 +9,8 @@ the client. It never decides what follows from a fact: the chart does, and the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import define, field, frozen
 
 from router.answering import (
@@ -23,6 +25,7 @@ from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
+from router.openai import choices_asked
 from router.relay import StreamRelay
 from router.ticket import Failure, Ticket
 from statemachines import REQUEST, Edge
@@ -74,6 +77,8 @@ class Exchange:
     whole_bytes_max: int
     #: The client asked for a stream: then silence before the first event is judged, too.
     wants_stream: bool
+    #: Called once, when the request's machine has come to its end.
+    conclude: Callable[[Exchange], None]
     leg: Leg | None = None
     #: The end of the wait under the admission cap, or None.
     queue_until: float | None = None
@@ -95,15 +100,20 @@ class Exchange:
             self.ticket.failure = failure
         REQUEST.fire(self.ticket, fact)
 
-    def on_edge(self, _ticket: Ticket, edge: Edge) -> None:
+    def on_edge(self, ticket: Ticket, edge: Edge) -> None:
         """Listener of the request's machine: scopes end here, synchronously."""
-        if "attempt" in edge.leaves:
+        ticket.note(self.channel.reactor.now, edge)
+        leaves = edge.leaves
+        if not leaves:
+            return
+        if "attempt" in leaves:
             leg, self.leg = self.leg, None
             self._answering = None
             if leg is not None:
                 leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
-            self.channel.waker.wake()
-        elif "request" in edge.leaves:
+        if "request" in leaves:
+            self.conclude(self)
+        else:
             self.channel.waker.wake()
 
     def start(self, leg: Leg) -> None:
@@ -131,9 +141,12 @@ class Exchange:
             leg.worker.probe_soon()
             refusal = Refusal("upstream_unreachable", "The worker cannot be reached.")
             self.lose(leg, "broke", "leg_lost", Failure(refusal))
-        elif self._answering is None or not self._answering.survives_break(leg):
+        elif not self._survives(leg, "broke"):
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
+
+    def _survives(self, leg: Leg, leg_fact: str) -> bool:
+        return self._answering is not None and self._answering.survives(leg, leg_fact)
 
     def _choose_answering(self, leg: Leg) -> Answering:
         kind = find(self.headers, b"content-type") or b""
@@ -192,6 +205,10 @@ class Exchange:
         """What the engine said of its usage, for the log."""
         self.ticket.prompt_tokens = prompt_tokens
         self.ticket.completion_tokens = completion_tokens
+
+    def choices_asked(self) -> int:
+        """How many choices a whole answer has."""
+        return choices_asked(self.call.body)
 
     def _begin(self, data: bytes) -> None:
         self.ticket.status = self.status
@@ -280,13 +297,16 @@ class Exchange:
         if stall is not None and stall <= now:
             self._meet_stall(leg)
         elif leg.worker.is_silent:
-            self.lose(leg, "stalled", "leg_stalled", Failure(broken()))
+            if not self._survives(leg, "stalled"):
+                self.lose(leg, "stalled", "leg_stalled", Failure(broken()))
         else:
             leg.worker.probe_soon()
             leg.suspect_again_at = now + _SUSPECT_AGAIN_SECONDS
 
     def _meet_stall(self, leg: Leg) -> None:
         leg.worker.probe_soon()
+        if self._survives(leg, "stalled"):
+            return
         if leg.state is LegState.STREAMING:
             seconds = self.deadlines.stream_idle
             refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
@@ -297,7 +317,7 @@ class Exchange:
 
     # The end
 
-    def conclude(self) -> None:
+    def reply_failure(self) -> None:
         """Tell the client how it ended, where the good answer has not told already."""
         ticket, channel = self.ticket, self.channel
         if ticket.state not in (S.FAILED, S.ABORTED) or not channel.is_open:

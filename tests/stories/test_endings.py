@@ -1,0 +1,200 @@
+"""How a stream that has begun can end, and what of it a client may believe."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.sim.fault_kinds import KINDS
+from router.sim.faults import parse_faults
+from tests.simulate import Client, Engine, Plan, simulate
+
+KINDS_OF_ENGINES = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+
+#### Ends that lie
+
+
+@KINDS_OF_ENGINES
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cut,after_events=5",
+        "cut,after_events=5,reset=true",
+        "cut,after_events=5,inside_bytes=20",
+        "end,after_events=5",
+        "end,after_events=5,done=true",
+        "abort,after_events=5",
+        "abort,after_events=5,done=false",
+        "close_delimited;cut,after_events=5",
+        "close_delimited;end,after_events=5,done=true",
+        "garbage,what=chunk_size,after_events=5",
+        "garbage,what=chunk_end,after_events=5",
+        "garbage,what=long_body,after_events=5",
+    ],
+)
+def test_an_end_that_is_none_is_said_and_seen(kind: str, fault: str) -> None:
+    outcome = simulate(Plan(engines=(Engine(kind=kind, faults=fault),)))
+
+    assert (outcome.one.status, outcome.one.ending) == (200, "cut")
+    assert outcome.one.code == "upstream_broken"
+    assert not outcome.one.is_done
+    assert outcome.one.finish is None
+    assert outcome.count("baton_stream_outcome_total", worker="w0", outcome="upstream_error") == 1
+
+
+@KINDS_OF_ENGINES
+def test_an_error_event_ends_the_stream_in_the_workers_words(kind: str) -> None:
+    fault = "error_event,after_events=5,message=out%20of%20memory"
+
+    outcome = simulate(Plan(engines=(Engine(kind=kind, faults=fault),)))
+
+    assert (outcome.one.status, outcome.one.ending, outcome.one.code) == (200, "cut", 500)
+    assert outcome.one.error is not None
+    assert outcome.one.error["message"] == "out of memory"
+    assert outcome.count("baton_stream_outcome_total", worker="w0", outcome="error_event") == 1
+    assert outcome.facts[-1] == "leg_lied"
+
+
+@KINDS_OF_ENGINES
+def test_a_4xx_event_in_the_middle_is_forwarded_then_cut(kind: str) -> None:
+    fault = "error_event,after_events=5,code=400,message=too%20long"
+
+    outcome = simulate(Plan(engines=(Engine(kind=kind, faults=fault),)))
+
+    assert (outcome.one.ending, outcome.one.code) == ("cut", 400)
+    assert outcome.facts[-1] == "rejected"
+    assert outcome.count(
+        "baton_worker_requests_total", worker="w0", role="mixed", outcome="client_error"
+    )
+
+
+def test_comments_are_no_answer() -> None:
+    nothing_but_comments = "pause,at=head,seconds=100,comments_every=1"
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults=nothing_but_comments), Engine()),
+            settings={"first_token_timeout_secs": 10.0},
+        )
+    )
+
+    assert outcome.one.ending == "clean"
+    assert outcome.facts[:2] == ["admitted", "leg_stalled"]
+
+
+#### Ends that are true although something is missing
+
+
+@KINDS_OF_ENGINES
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "end,at=finish",
+        "cut,at=finish",
+        "close_delimited;end,at=finish",
+    ],
+)
+def test_what_is_missing_after_a_finish_is_written_here(kind: str, fault: str) -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(kind=kind, faults=fault),),
+        )
+    )
+
+    assert (outcome.one.ending, outcome.one.finish) == ("clean", "length")
+    assert outcome.one.is_done
+    assert outcome.facts[-1] in ("completed", "lost_after_end")
+
+
+def test_silence_after_a_finish_is_an_end() -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults="hang,at=finish"),),
+            settings={"stream_idle_timeout_secs": 10.0},
+        )
+    )
+
+    assert (outcome.one.ending, outcome.one.finish) == ("clean", "length")
+    assert outcome.facts[-1] == "lost_after_end"
+
+
+def test_one_finish_of_two_is_no_end() -> None:
+    two = Client(chat=False, tokens=1, extra={"n": 2, "temperature": 0.5})
+
+    outcome = simulate(Plan(engines=(Engine(faults="cut,after_events=1"),), clients=(two,)))
+
+    assert outcome.one.ending == "cut"
+    assert outcome.one.code == "upstream_broken"
+
+
+def test_one_finish_of_a_batch_is_no_end() -> None:
+    batch = Client(chat=False, tokens=1, extra={"prompt": ["one", "two"]})
+
+    outcome = simulate(Plan(engines=(Engine(faults="end,after_events=1"),), clients=(batch,)))
+
+    assert outcome.one.ending == "cut"
+
+
+@pytest.mark.parametrize("fault", ["hang,at=done", "cut,at=done", "garbage,what=after_end"])
+def test_nothing_after_done_matters(fault: str) -> None:
+    outcome = simulate(Plan(engines=(Engine(faults=fault),)))
+
+    assert (outcome.one.ending, outcome.one.is_done) == ("clean", True)
+    assert outcome.one.ended_at == pytest.approx(1.7)
+
+
+def test_an_answer_without_content_is_an_answer() -> None:
+    empty = Client(extra={"max_tokens": 0})
+
+    outcome = simulate(Plan(engines=(Engine(kind="sglang"),), clients=(empty,)))
+
+    assert (outcome.one.status, outcome.one.ending, outcome.one.text) == (200, "clean", "")
+
+
+#### Every fault there is
+
+#: What to try of each kind: nothing means its defaults.
+VARIANTS = {
+    "status": ["code=500", "code=429", "code=404"],
+    "hang": ["", "at=head", "after_events=3", "at=finish"],
+    "cut": ["", "at=head", "after_events=3,inside_bytes=9", "after_events=4,reset=true"],
+    "pause": ["after_events=3,seconds=3", "at=head,seconds=50,comments_every=2"],
+    "error_event": ["", "after_events=4", "after_events=4,code=400", "at=finish"],
+    "abort": ["", "after_events=4,done=false"],
+    "end": ["", "after_events=4", "after_events=4,done=true", "at=finish"],
+    "garbage": [f"what={what},after_events=3" for what in ("chunk_size", "chunk_end", "long_body")]
+    + [f"what={what}" for what in ("status_line", "header", "two_lengths", "short_body")],
+    "padding": ["bytes=300000"],
+    "slow_reader": ["bytes_per_second=100"],
+    **{kind.name: ["", "after_events=3"] for kind in KINDS.values() if kind.family == "engine"},
+    "refuse": [""],
+}
+PATIENCE: dict[str, object] = {
+    "first_token_timeout_secs": 20.0,
+    "stream_idle_timeout_secs": 10.0,
+    "request_timeout_secs": 60.0,
+}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_fault_makes_a_failed_answer_look_like_a_good_one(
+    kind: str, engines: int, stream: bool
+) -> None:
+    # `simulate` holds every run to this; what is drawn here is only that something is tried.
+    for number, variant in enumerate(VARIANTS.get(kind, [""])):
+        fault = f"{kind},{variant}".rstrip(",")
+        assert parse_faults(fault)
+        engine = "sglang" if number % 2 else "vllm"
+        faulty, well = Engine(kind=engine, faults=fault), Engine(kind=engine)
+
+        outcome = simulate(
+            Plan(
+                engines=(faulty, well)[:engines],
+                clients=(Client(stream=stream, tokens=5),),
+                settings=PATIENCE,
+                cuts=number,
+            )
+        )
+
+        assert len(outcome.tickets) == 1
