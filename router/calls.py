@@ -17,6 +17,9 @@ from attrs import define, field, frozen
 from router.errors import Refusal
 from router.headers import Headers, find
 
+#: What is kept for a WebSocket whose handshake is not answered yet.
+UNREAD_BYTES_MAX = 64 * 1024
+
 
 @frozen
 class Limits:
@@ -59,6 +62,7 @@ class CallReader:
     """Cuts a connection's bytes into calls."""
 
     __slots__ = (
+        "_beside",
         "_body",
         "_body_bytes",
         "_call",
@@ -92,32 +96,50 @@ class CallReader:
         self._target: list[bytes] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        #: Bytes read since the last that belonged to a body.
+        self._beside = 0
         self._fed = 0
         self._now = 0.0
 
     def feed(self, data: bytes, now: float) -> None:
         """Read on; what was completed or refused stands in `calls`."""
-        if self.is_refused:
-            return
-        if self._call.wants_websocket:
-            self.unread += data
-            return
         self._now = now
+        while data and not self.is_refused:
+            if self._call.wants_websocket:
+                self._keep_unread(data)
+                return
+            data = self._parse(data)
+
+    def _keep_unread(self, data: bytes) -> None:
+        self.unread += data
+        if len(self.unread) > UNREAD_BYTES_MAX:
+            self.refuse(Refusal("bad_request", "Too much was sent before the handshake's answer."))
+
+    def _parse(self, data: bytes) -> bytes:
+        """Read on; returns what must be read anew, since a request asked for an upgrade."""
+        body_bytes = self._body_bytes
         self._fed += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, _Refused):
                 raise
-            return
+            return b""
         except httptools.HttpParserUpgrade as upgrade:
-            self._after_upgrade(data[upgrade.args[0] :])
-            return
+            return self._after_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self.refuse(Refusal("bad_request", f"Not a valid HTTP request: {error}."))
-            return
-        if self.reading is Reading.HEAD and self._fed > self._limits.head_bytes_max:
+            return b""
+        if self.reading is Reading.BODY:
+            # Trailers and extensions of chunks are nobody's body, and may not go on for ever.
+            self._beside += len(data)
+            if self._body_bytes != body_bytes:
+                self._beside = 0
+            elif self._beside > self._limits.head_bytes_max:
+                self.refuse(self._too_large_head())
+        elif self.reading is Reading.HEAD and self._fed > self._limits.head_bytes_max:
             self.refuse(self._too_large_head())
+        return b""
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer so after the calls before it: the framing can no longer be trusted."""
@@ -132,6 +154,7 @@ class CallReader:
         self._target = []
         self._body = []
         self._body_bytes = 0
+        self._beside = 0
         self._fed = 0
         self.head_since = self._now
         self.reading = Reading.HEAD
@@ -146,7 +169,7 @@ class CallReader:
     def on_headers_complete(self) -> None:
         call, parser = self._call, self._parser
         call.method = parser.get_method().decode()
-        call.target = target = b"".join(self._target)
+        call.target = target = _origin_form(b"".join(self._target))
         call.path = target.partition(b"?")[0].decode("latin-1")
         call.http_10 = parser.get_http_version() != "1.1"
         call.keep_alive = parser.should_keep_alive()
@@ -180,6 +203,8 @@ class CallReader:
                 hosts += 1
             elif name == b"content-length" and int(value) > self._limits.body_bytes_max:
                 return self._too_large_body()
+            elif name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
+                return Refusal("bad_request", "The only transfer coding here is chunked.")
             elif name == b"expect":
                 self.expects_continue = value.lower() == b"100-continue" and not call.http_10
         if size + len(call.target) > self._limits.head_bytes_max:
@@ -198,21 +223,48 @@ class CallReader:
         limit = self._limits.head_bytes_max
         return Refusal("headers_too_large", f"The headers are larger than {limit} bytes.")
 
-    def _after_upgrade(self, rest: bytes) -> None:
+    def _after_upgrade(self, rest: bytes) -> bytes:
         """Nobody is upgraded by accident: what asks for anything but a WebSocket goes on as HTTP.
 
-        A client that asks for a WebSocket where there is none is answered, and cannot go on.
+        A client that asks for a WebSocket where there is none is answered, and cannot go on. Of
+        the others the parser has skipped the body, which must not be taken for the next request
+        (Java's HttpClient offers h2c with every request): it reads them again without the offer.
         """
         call = self._call
+        self._parser = httptools.HttpRequestParser(self)
+        if call.method == "CONNECT":
+            self.calls.remove(call)
+            self.refuse(Refusal("method_not_allowed", "There are no tunnels here."))
+            return b""
+        has_body = any(name in _FRAMING for name, _ in call.headers)
         upgrade = find(call.headers, b"upgrade") or b""
-        if upgrade.strip().lower() == b"websocket":
+        if upgrade.strip().lower() == b"websocket" and not has_body:
             call.wants_websocket = True
             call.keep_alive = False
-            self.unread = rest
-            return
-        self._parser = httptools.HttpRequestParser(self)
-        if rest:
-            self.feed(rest, self._now)
+            return rest
+        if not has_body:
+            return rest
+        self.calls.remove(call)
+        return _head_without_upgrade(call) + rest
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of a target in absolute form, which a server must accept (RFC 9112)."""
+    if target[:1] == b"/" or b"://" not in target:
+        return target
+    rest = target.partition(b"://")[2]
+    start = min((place for place in (rest.find(b"/"), rest.find(b"?")) if place >= 0), default=-1)
+    path = rest[start:] if start >= 0 else b""
+    return path if path[:1] == b"/" else b"/" + path
+
+
+def _head_without_upgrade(call: Call) -> bytes:
+    lines = [b"%b: %b\r\n" % pair for pair in call.headers if pair[0] != b"upgrade"]
+    version = b"HTTP/1.0" if call.http_10 else b"HTTP/1.1"
+    return b"%b %b %b\r\n%b\r\n" % (call.method.encode(), call.target, version, b"".join(lines))
 
 
 class _Refused(Exception):
