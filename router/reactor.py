@@ -66,22 +66,10 @@ class Channel:
     """
 
     __slots__ = (
-        "_broken",
-        "_connecting",
-        "_ended",
-        "_hung_up",
-        "_out",
-        "_readable",
-        "armed_at",
-        "backlog_bytes",
-        "closing",
-        "in_next_pass",
-        "is_open",
-        "paused",
-        "rank",
-        "reactor",
+        "_broken", "_connecting", "_ended", "_hung_up", "_out", "_readable", "armed_at",
+        "backlog_bytes", "closing", "in_next_pass", "is_open", "paused", "rank", "reactor",
         "sock",
-    )
+    )  # fmt: skip
 
     def __init__(self, reactor: Reactor, sock: Socket, rank: Rank, *, connecting: bool) -> None:
         self.reactor = reactor
@@ -301,14 +289,8 @@ class Listener:
     """A listening socket; every accepted connection is handed to `accepted`."""
 
     __slots__ = (
-        "_accepted",
-        "armed_at",
-        "in_next_pass",
-        "is_open",
-        "listening",
-        "rank",
-        "reactor",
-    )
+        "_accepted", "armed_at", "in_next_pass", "is_open", "listening", "rank", "reactor",
+    )  # fmt: skip
 
     def __init__(
         self, reactor: Reactor, listening: Listening, accepted: Callable[[Socket], None]
