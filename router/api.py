@@ -17,9 +17,10 @@ from router.calls import Call
 from router.errors import Refusal
 from router.front import ClientChannel
 from router.headers import lines_of, request_id_of
-from router.metrics import CONTENT_TYPE, Metrics
+from router.metrics import Metrics
 from router.options import SettingsError
 from router.reactor import Reactor
+from router.series import CONTENT_TYPE
 from router.serving import Serving, has_key, route_of
 from router.ticket import Ticket
 from router.websocket import WATCH_PATH

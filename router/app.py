@@ -23,6 +23,7 @@ import trio
 from attrs import define, field
 
 from router.api import Api
+from router.booking import Booking
 from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
@@ -78,15 +79,16 @@ class App:
     def __attrs_post_init__(self) -> None:
         settings = self.settings
         self.metrics = Metrics(self)
+        booking = Booking(self.metrics, self.feed, self.logs)
         self.reactor = Reactor(self.network, self._on_reactor_bug)
         self.fleet = Fleet(
             settings,
-            worker_listeners=self._edge_listeners("worker"),
-            breaker_listeners=self._edge_listeners("breaker"),
+            worker_listeners=(booking.listener("worker"),),
+            breaker_listeners=(booking.listener("breaker"),),
         )
         self.fleet.on_joined.append(self._on_joined)
         self.fleet.on_left.append(self._on_left)
-        self.listeners.extend(self._edge_listeners("router"))
+        self.listeners.append(booking.listener("router"))
         self.serving = Serving(
             settings=settings,
             reactor=self.reactor,
@@ -96,6 +98,7 @@ class App:
             logs=self.logs,
             house=self,
             feed=self.feed,
+            booking=booking,
         )
         self._api = Api(
             house=self,
@@ -265,15 +268,6 @@ class App:
     def _fire(self, fact: str) -> None:
         ROUTER.fire(self, fact)
         _log.info("router", fact=fact, state=self.state.value)
-
-    def _edge_listeners(self, machine: str) -> tuple[Callable[[object, Edge], None], ...]:
-        listeners: list[Callable[..., None]] = [
-            self.metrics.on_edge(machine),
-            self.feed.listener(machine),
-        ]
-        if (write := self.logs.transitions(machine)) is not None:
-            listeners.append(write)
-        return tuple(listeners)
 
 
 def run(settings: Settings) -> int:

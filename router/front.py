@@ -125,13 +125,15 @@ class ClientChannel(Channel):
         """The reply is written: on to the next call, or to the end of the connection."""
         call, self.current = self.current, None
         self.watcher = None
-        if not self.is_open or self.closing:
+        if not self.is_open or self.closing or self.gone:
             return
         if call is None or not call.keep_alive or call.refusal is not None:
             self.end()
             return
         now = self._quiet_since = self.reactor.now
-        if not self._reader.calls:
+        if self._reader.calls:
+            self._waker.wake()
+        else:
             self.resume()
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)

@@ -15,167 +15,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Protocol
 
-from attrs import define, field, frozen
+from attrs import define, field
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from router.workerspec import ROLES
+from router.migration.poison import Poison
+from router.series import (
+    CARRIED_BOUNDS,
+    COMPLETIONS,
+    DURATION_BOUNDS,
+    ERROR_PLACES,
+    FINALS,
+    FIRST_TOKEN_BOUNDS,
+    GAP_BOUNDS,
+    LEG_OUTCOMES,
+    MIGRATION_FAILURES,
+    MIGRATION_MODES,
+    MIGRATION_REASONS,
+    POISONS,
+    RETRIES,
+    ROUTES,
+    STREAM_OUTCOMES,
+    TABLE,
+)
 from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Edge
-from statemachines.leg import OUTCOMES
-from statemachines.request import RequestState
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-ROUTES = ("chat", "completions", "generate", "other")
-"""`other` is every path that is only proxied: a path is a client's word and never a label."""
-
-STREAM_OUTCOMES = (
-    "ok",
-    "error_event",
-    "upstream_error",
-    "client_disconnect",
-    "expired",
-    "aborted",
-    "migrated",
-)
-ERROR_PLACES = ("request", "background", "reactor")
-
-# From a cached answer to the longest generation that --request-timeout-secs lets through.
-DURATION_BOUNDS = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
-    300.0, 600.0, 1800.0,
-)  # fmt: skip
-# Dense where users feel it (tens of milliseconds to seconds), up to the default deadline.
-FIRST_TOKEN_BOUNDS = (
-    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0,
-    60.0, 120.0, 300.0, 600.0,
-)  # fmt: skip
-
-
-@frozen
-class Label:
-    """One label with the values it can have; none means the ids of the workers."""
-
-    name: str
-    values: tuple[str, ...] = ()
-
-
-@frozen
-class Metric:
-    """One metric as it is documented."""
-
-    name: str
-    kind: str
-    labels: tuple[Label, ...]
-    help: str
-    addition: bool = False
-    """Not in the published contract."""
-
-
-def _values(states: Iterable[Enum]) -> tuple[str, ...]:
-    return tuple(state.value for state in states)
-
-
-RETRIES = tuple(
-    edge
-    for edge in REQUEST.edges
-    if edge.source is RequestState.DISPATCHING and edge.target is RequestState.QUEUED
-)
-"""A retry is a row of the request chart, so nothing counts it a second time."""
-
-_EDGES = tuple(edge for chart in CHARTS for edge in chart.edges)
-_FINALS = _values(state for state in REQUEST.states if state in REQUEST.final)
-_OUTCOMES = tuple(dict.fromkeys(OUTCOMES.values()))
-
-_ROUTE = Label("route", ROUTES)
-_WORKER = Label("worker")
-
-TABLE = (
-    Metric(
-        "baton_requests_total",
-        "counter",
-        (_ROUTE, Label("outcome", _FINALS)),
-        "Requests that ended, by the final state of the request machine.",
-    ),
-    Metric(
-        "baton_request_duration_seconds",
-        "histogram",
-        (_ROUTE,),
-        "From the request's head to the end of its answer.",
-    ),
-    Metric(
-        "baton_time_to_first_token_seconds",
-        "histogram",
-        (_ROUTE,),
-        "From the request's head to its first event with content; streams only.",
-    ),
-    Metric(
-        "baton_requests_open",
-        "gauge",
-        (Label("state", _values(REQUEST.open)),),
-        "Live requests, by the state of the request machine.",
-    ),
-    Metric(
-        "baton_transitions_total",
-        "counter",
-        (
-            Label("machine", tuple(chart.name for chart in CHARTS)),
-            Label("source", _values(edge.source for edge in _EDGES)),
-            Label("fact", tuple(edge.fact for edge in _EDGES)),
-            Label("target", _values(edge.target for edge in _EDGES)),
-        ),
-        "Edges taken; one series for every row of every chart.",
-    ),
-    Metric(
-        "baton_worker_requests_total",
-        "counter",
-        (_WORKER, Label("role", ROLES), Label("outcome", _OUTCOMES)),
-        "Legs that ended on a worker; 429 and 503 are backpressure.",
-    ),
-    Metric(
-        "baton_stream_outcome_total",
-        "counter",
-        (_WORKER, Label("outcome", STREAM_OUTCOMES)),
-        "How streams ended, by the worker that carried them last.",
-    ),
-    Metric("baton_worker_inflight", "gauge", (_WORKER,), "Live legs on a worker."),
-    Metric(
-        "baton_worker_state",
-        "gauge",
-        (_WORKER, Label("state", _values(WORKER.states))),
-        "1 for the state the worker is in, 0 for the others.",
-    ),
-    Metric(
-        "baton_breaker_state",
-        "gauge",
-        (_WORKER, Label("state", _values(BREAKER.states))),
-        "1 for the state the worker's breaker is in, 0 for the others.",
-    ),
-    Metric(
-        "baton_retries_total",
-        "counter",
-        (Label("reason", tuple(edge.fact for edge in RETRIES)),),
-        "Requests that went back to choosing another worker before the client had received "
-        "anything, by the fact that sent them back.",
-    ),
-    Metric(
-        "baton_breaker_overridden_total",
-        "counter",
-        (_WORKER,),
-        "Requests sent to a worker whose breaker was open, because all were.",
-        addition=True,
-    ),
-    Metric(
-        "baton_internal_errors_total",
-        "counter",
-        (Label("place", ERROR_PLACES),),
-        "Unexpected exceptions, each a bug of the router's, by where they were caught.",
-        addition=True,
-    ),
-)
-
 
 # --- what is read while scraping -------------------------------------------------------------
 
@@ -243,13 +108,21 @@ class Metrics(Collector):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._registry = CollectorRegistry(auto_describe=False)
-        self._requests: Counts = {(route, final): 0 for route in ROUTES for final in _FINALS}
+        self._requests: Counts = {(route, final): 0 for route in ROUTES for final in FINALS}
         self._durations = {route: Histogram(DURATION_BOUNDS) for route in ROUTES}
         self._first_tokens = {route: Histogram(FIRST_TOKEN_BOUNDS) for route in ROUTES}
         # Edges are told apart by identity: their hash would be computed from seven fields.
         self._edges: dict[str, dict[int, int]] = {
             chart.name: {id(edge): 0 for edge in chart.edges} for chart in CHARTS
         }
+        self._migrations: Counts = {
+            (reason, mode): 0 for reason in MIGRATION_REASONS for mode in MIGRATION_MODES
+        }
+        self._migrations_failed: Counts = {(reason,): 0 for reason in MIGRATION_FAILURES}
+        self._completed_locally: Counts = {(reason,): 0 for reason in COMPLETIONS}
+        self._gaps = Histogram(GAP_BOUNDS)
+        self._carried = Histogram(CARRIED_BOUNDS)
+        self._poisoned: Counts = {(reason,): 0 for reason in POISONS}
         self._internal_errors: Counts = {(place,): 0 for place in ERROR_PLACES}
         self._worker_requests: Counts = {}
         self._streams: Counts = {}
@@ -257,9 +130,13 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
+    def taken(self, machine: str) -> dict[int, int]:
+        """How often each edge of this machine was taken, by `id(edge)`; listeners add to it."""
+        return self._edges[machine]
+
     def on_edge(self, machine: str) -> Callable[[object, Edge], None]:
         """A listener that counts the edges of every subject of this machine."""
-        taken = self._edges[machine]
+        taken = self.taken(machine)
 
         def count(_: object, edge: Edge) -> None:
             taken[id(edge)] += 1
@@ -275,13 +152,34 @@ class Metrics(Collector):
         if first_token_seconds is not None:
             self._first_tokens[route].observe(first_token_seconds)
 
+    def migrated(
+        self, *, reason: str, mode: str, gap_seconds: float, carried_tokens: int | None
+    ) -> None:
+        """A stream goes on on another worker."""
+        self._migrations[reason, mode] += 1
+        self._gaps.observe(gap_seconds)
+        if carried_tokens is not None:
+            self._carried.observe(carried_tokens)
+
+    def migration_failed(self, reason: str) -> None:
+        """A stream broke after content and could not go on."""
+        self._migrations_failed[reason,] += 1
+
+    def completed_locally(self, reason: str) -> None:
+        """The end of a stream was written here."""
+        self._completed_locally[reason,] += 1
+
+    def poisoned(self, reason: Poison) -> None:
+        """A stream can no longer be continued elsewhere."""
+        self._poisoned[str(reason.value),] += 1
+
     def internal_error(self, place: str) -> None:
         """A bug of ours was caught in `place`, one of ERROR_PLACES."""
         self._internal_errors[place,] += 1
 
     def worker_joined(self, worker: str, role: str) -> None:
         """From here on the worker has series; joining again keeps what was counted."""
-        for leg_outcome in _OUTCOMES:
+        for leg_outcome in LEG_OUTCOMES:
             self._worker_requests.setdefault((worker, role, leg_outcome), 0)
         for stream_outcome in STREAM_OUTCOMES:
             self._streams.setdefault((worker, stream_outcome), 0)
@@ -340,6 +238,12 @@ class Metrics(Collector):
             "baton_retries_total": {
                 (edge.fact,): self._edges[REQUEST.name][id(edge)] for edge in RETRIES
             },
+            "baton_migrations_total": self._migrations,
+            "baton_migrations_failed_total": self._migrations_failed,
+            "baton_completed_locally_total": self._completed_locally,
+            "baton_migration_gap_seconds": {(): self._gaps},
+            "baton_migration_carried_tokens": {(): self._carried},
+            "baton_poisoned_total": self._poisoned,
             "baton_breaker_overridden_total": self._overridden,
             "baton_internal_errors_total": self._internal_errors,
         }

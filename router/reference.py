@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from router.config import OPTIONS, unavailable_notes
-from router.metrics import DURATION_BOUNDS, FIRST_TOKEN_BOUNDS, TABLE, Label, Metric
 from router.options import Option
+from router.series import DURATION_BOUNDS, FIRST_TOKEN_BOUNDS, TABLE, Label, Metric
 
 
 def blocks() -> dict[str, str]:

@@ -18,6 +18,7 @@ import structlog
 from attrs import define, field
 
 from router.admission import Admission
+from router.booking import Booking
 from router.calls import Call
 from router.choosing import Chooser
 from router.config import Settings
@@ -35,7 +36,6 @@ from router.waking import Waker
 from router.websocket import WATCH_PATH, Feed
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
-from statemachines import Edge
 from statemachines.request import RequestState
 from statemachines.router import RouterState
 
@@ -99,6 +99,7 @@ class Serving:
     logs: Logs
     house: House
     feed: Feed
+    booking: Booking
     deadlines: Deadlines = field(init=False)
     admission: Admission = field(init=False)
     #: Every open request by its exchange's identity; nothing else counts them.
@@ -106,7 +107,7 @@ class Serving:
     #: Woken whenever the last live request has ended.
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
-    _ticket_listeners: tuple[Listener, ...] = field(init=False)
+    _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -118,17 +119,8 @@ class Serving:
             suspect_idle=settings.suspect_idle_secs,
         )
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
-        feed = self.feed
-        self._ticket_listeners = (
-            self._note,
-            self.metrics.on_edge("request"),
-            feed.listener("request"),
-        )
-        self._leg_listeners = (self.metrics.on_edge("leg"), feed.listener("leg"))
-        if (write := self.logs.transitions("request")) is not None:
-            self._ticket_listeners += (write,)
-        if (write := self.logs.transitions("leg")) is not None:
-            self._leg_listeners += (write,)
+        self._book_request = self.booking.listener("request")
+        self._leg_listeners = (self.booking.listener("leg"),)
 
     # One connection
 
@@ -146,6 +138,7 @@ class Serving:
                     call.keep_alive = False  # so that a drain is not held up by idle clients
                 if call.refusal is not None:
                     channel.refuse(call.refusal)
+                    channel.finish_call()
                 elif call.wants_websocket and call.path == WATCH_PATH and self.may_watch(call):
                     stream, unread = channel.take_over()
                     await self.feed.serve(stream, call, unread)
@@ -154,7 +147,7 @@ class Serving:
                     await self.serve_call(channel, call, route)
                 else:
                     answer_locally(channel, call)
-                channel.finish_call()
+                    channel.finish_call()
         except Gone:
             await channel.wait_closed()
         except Exception as error:
@@ -170,23 +163,34 @@ class Serving:
     # One call
 
     async def serve_call(self, channel: ClientChannel, call: Call, route: Route) -> None:
-        """Serve one proxied call to its final state; the reply is written or cut on return."""
+        """Serve one proxied call to its final state; the reply is written or cut on return.
+
+        The request is concluded where its last fact is fired, mostly in a callback of the reactor,
+        and this task stays parked until there is something for it to do: the next call, or the
+        end of the connection.
+        """
         asked = self._refusal_of_key(call) or _read(call, route)
         refusal = asked if isinstance(asked, Refusal) else None
         read = Asked() if isinstance(asked, Refusal) else asked
         exchange = self._open(channel, call, route, read)
+        ticket, waker, holding = exchange.ticket, channel.waker, self.admission.holding
         try:
             if refusal is not None:
                 exchange.fire("refused", Failure(refusal))
-            await self._run(exchange)
+            else:
+                self._admit(exchange)
+            while not ticket.is_over:
+                if ticket.state is RequestState.QUEUED and exchange in holding:
+                    self._dispatch(exchange)
+                else:
+                    await waker.wait()
         except Exception as error:
             self._meet_bug(error, "request")
-            if not exchange.ticket.is_over:
+            if not ticket.is_over:
                 exchange.fire("crashed", Failure(_own_failure()))
         finally:
-            if not exchange.ticket.is_over:  # cancelled: the router is going down
+            if not ticket.is_over:  # cancelled: the router is going down
                 exchange.fire("shut_down", Failure(_shutting_down()))
-            self._close(exchange)
 
     def shut_down(self) -> None:
         """The drain window is over: end what still runs, visibly."""
@@ -211,8 +215,9 @@ class Serving:
             deadlines=self.deadlines,
             whole_bytes_max=self.settings.max_body_bytes,
             wants_stream=bool(asked.stream),
+            conclude=self._conclude,
         )
-        ticket.listeners = (*self._ticket_listeners, exchange.on_edge)
+        ticket.listeners = (self._book_request, exchange.on_edge)
         self.live[ticket] = exchange
         channel.watcher = exchange
         return exchange
@@ -228,24 +233,15 @@ class Serving:
             return None
         return Refusal("unauthorized", "A valid API key is required: Authorization: Bearer KEY.")
 
-    async def _run(self, exchange: Exchange) -> None:
-        ticket, waker = exchange.ticket, exchange.channel.waker
-        if not ticket.is_over:
-            self._admit(exchange)
-        while not ticket.is_over:
-            if ticket.state is RequestState.QUEUED and exchange in self.admission.holding:
-                self._dispatch(exchange)
-            else:
-                await waker.wait()
-
-    def _close(self, exchange: Exchange) -> None:
+    def _conclude(self, exchange: Exchange) -> None:
+        """Called once, in the final state: give up what it holds, reply, write the books."""
         ticket = exchange.ticket
-        exchange.channel.watcher = None
-        self.admission.leave(exchange)
-        exchange.conclude()
         now = ticket.ended_at = self.reactor.now
         del self.live[ticket]
         self.ended.append(ticket)
+        self.admission.leave(exchange)
+        exchange.reply_failure()
+        exchange.channel.finish_call()
         if not self.live:
             self.emptied.wake()
         seconds = now - ticket.started_at
@@ -328,9 +324,6 @@ class Serving:
         self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
-
-    def _note(self, ticket: Ticket, edge: Edge) -> None:
-        ticket.note(self.reactor.now, edge)
 
     def _meet_bug(self, error: Exception, place: str) -> None:
         self.metrics.internal_error(place)

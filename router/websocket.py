@@ -8,9 +8,6 @@ nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import msgspec
 import trio
 import trio_websocket
@@ -25,13 +22,6 @@ WAITING_MAX = 10_000
 #: How long a watcher may take for its handshake, and for the last words.
 HANDSHAKE_SECONDS = 10.0
 MESSAGE_BYTES_MAX = 4096
-
-
-class HasId(Protocol):
-    """A subject of a machine."""
-
-    @property
-    def id(self) -> str: ...
 
 
 class Transition(msgspec.Struct):
@@ -61,17 +51,8 @@ class Feed:
 
     watchers: list[Watcher] = field(factory=list)
 
-    def listener(self, machine: str) -> Callable[[HasId, Edge], None]:
-        """A listener for a machine's subjects; costs next to nothing while nobody watches."""
-        watchers = self.watchers
-
-        def listen(subject: HasId, edge: Edge) -> None:
-            if watchers:
-                self._publish(machine, subject.id, edge)
-
-        return listen
-
-    def _publish(self, machine: str, subject_id: str, edge: Edge) -> None:
+    def publish(self, machine: str, subject_id: str, edge: Edge) -> None:
+        """Show a transition to all watchers; whoever is behind misses it."""
         now = trio.current_time()
         words = edge.source.value, edge.fact, edge.target.value
         for watcher in self.watchers:

@@ -11,19 +11,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import Settings, WorkerSpec
-from router.metrics import (
-    DURATION_BOUNDS,
-    RETRIES,
-    ROUTES,
-    TABLE,
-    HasState,
-    Histogram,
-    Label,
-    Metric,
-    Metrics,
-    WorkerView,
-)
+from router.metrics import HasState, Histogram, Metrics, WorkerView
 from router.reference import blocks
+from router.series import DURATION_BOUNDS, RETRIES, ROUTES, TABLE, Label, Metric
 from router.worker import Fleet
 from statemachines import CHARTS, LEG, REQUEST, Edge
 from statemachines.breaker import BreakerState

@@ -139,13 +139,9 @@ async def test_a_slow_watcher_loses_transitions_and_is_told_how_many() -> None:
     send, receive = trio.open_memory_channel[Transition](1)
     feed.watchers.append(Watcher(send))
 
-    class Subject:
-        id = "r1"
-
-    listen = feed.listener("request")
     for edge in CHART.edges[:4]:
-        listen(Subject(), edge)
+        feed.publish("request", "r1", edge)
     receive.receive_nowait()
-    listen(Subject(), CHART.edges[4])
+    feed.publish("request", "r1", CHART.edges[4])
 
     assert receive.receive_nowait().lost == 3

@@ -116,7 +116,6 @@ class WorkerChannel(Channel):
         "pool",
         "reused",
         "status",
-        "until_close",
         "upstream",
     )
 
@@ -159,7 +158,6 @@ class WorkerChannel(Channel):
         self.bytes_in = 0
         self.complete = False
         self.keep = False
-        self.until_close = False
         self._headers: Headers = []
         self._head_bytes = 0
         self._head_done = False
@@ -201,7 +199,7 @@ class WorkerChannel(Channel):
     def ended(self) -> None:
         if self.idle_since is not None:
             self._drop_idle()
-        elif self._head_done and self.until_close and not self._informational:
+        elif self._head_done and not self._informational and self._ends_by_closing():
             self.complete = True
             self._deliver(None)
         else:
@@ -243,6 +241,10 @@ class WorkerChannel(Channel):
             self.close()
         return None
 
+    def _ends_by_closing(self) -> bool:
+        framing = (b"content-length", b"transfer-encoding")
+        return not any(name in framing for name, _ in self._headers)
+
     # What httptools reports; nothing but notes is taken here, so that no callback of ours raises
 
     def on_message_begin(self) -> None:
@@ -264,9 +266,6 @@ class WorkerChannel(Channel):
             return
         self.status = status
         self._head_done = True
-        self.until_close = not any(
-            name in (b"content-length", b"transfer-encoding") for name, _ in self._headers
-        )
 
     def on_body(self, data: bytes) -> None:
         if not self.complete:
