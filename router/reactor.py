@@ -288,9 +288,7 @@ class Channel:
 class Listener:
     """A listening socket; every accepted connection is handed to `accepted`."""
 
-    __slots__ = (
-        "_accepted", "armed_at", "in_next_pass", "is_open", "listening", "rank", "reactor",
-    )  # fmt: skip
+    __slots__ = ("_accepted", "armed_at", "in_next_pass", "is_open", "listening", "rank", "reactor")
 
     def __init__(
         self, reactor: Reactor, listening: Listening, accepted: Callable[[Socket], None]
