@@ -1,0 +1,156 @@
+"""How many of the reported ids the delivered text stands for.
+
+Ids run ahead of text: vLLM holds back what could become a stop string and both engines hold back
+an unfinished character, but the ids are reported at once. A continuation from all ids loses what
+was held; one from the middle of a character makes vLLM repeat the whole prompt and SGLang drop the
+character (recorded). Where single events prove the place (see `proves`), `seek` answers at once;
+else it asks a worker of the same model to detokenize, and gives up rather than guess.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+import msgspec
+from attrs import evolve, frozen
+
+from router.migration.record import Record
+
+#: Ids of the prompt that are put before a question, so that its text is decoded in context.
+CONTEXT_IDS = 32
+#: A character has at most four bytes, so at most three tokens at the end can be unfinished.
+UNFINISHED_IDS_MAX = 3
+#: Steps of the search where the place is looked for: enough for any sequence.
+_STEPS_MAX = 20
+_REPLACEMENT = "\ufffd"
+
+
+@frozen
+class Agreed:
+    """The first `ids` ids stand for the record's text and then for `held`, nothing else."""
+
+    ids: int
+    held: str = ""
+
+
+@frozen
+class Disagreed:
+    """Nothing proves a place: only text can be carried."""
+
+
+@frozen
+class Inquiry:
+    """A question to a worker of the same model: the text of `tokens`, specials included or not.
+
+    `answer` takes it (None: nobody answered) and returns what follows.
+    """
+
+    record: Record
+    tokens: tuple[int, ...]
+    #: How many ids of the output are in the question; -1 while only the context is asked.
+    ids: int = -1
+    context: str = ""
+    #: The place is known to be in here: at least `low`, less than `high`.
+    low: int = 0
+    high: int = 0
+    steps: int = 0
+
+    def answer(self, text: str | None) -> Inquiry | Agreed | Disagreed:
+        """What follows from the answer."""
+        if text is None or self.steps > _STEPS_MAX:
+            return Disagreed()
+        if self.ids < 0:
+            asked = self.record
+            return evolve(self, context=text)._ask(len(asked.ids))
+        if not text.startswith(self.context):
+            return Disagreed()
+        output = text[len(self.context) :]
+        read = self.record.text[self.record.text_base :]
+        if self.record.has_parser:
+            return self._narrow(output, read)
+        return self._shorten(output, read)
+
+    def _ask(self, ids: int) -> Inquiry:
+        tokens = (*_context(self.record), *self.record.ids[:ids])
+        return evolve(self, tokens=tokens, ids=ids, steps=self.steps + 1)
+
+    def _shorten(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
+        """Drop ids from the end until no character is unfinished."""
+        if output.endswith(_REPLACEMENT) and not read.endswith(output):
+            dropped = len(self.record.ids) - self.ids
+            if dropped >= UNFINISHED_IDS_MAX or self.ids == 0:
+                return Disagreed()
+            return self._ask(self.ids - 1)
+        if not output.startswith(read):
+            return Disagreed()
+        return Agreed(self.ids, output[len(read) :])
+
+    def _narrow(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
+        """Find the ids whose text is exactly what was read: a parser's leavings are not shown."""
+        if output == read:
+            return Agreed(self.ids)
+        low, high = self.low, self.high
+        if len(output) < len(read):
+            low = self.ids + 1
+        else:
+            high = self.ids
+        if low >= high:
+            return Disagreed()
+        return evolve(self, low=low, high=high)._ask((low + high) // 2)
+
+
+def _context(record: Record) -> list[int]:
+    return (record.prompt_ids or [])[-CONTEXT_IDS:]
+
+
+def seek(record: Record) -> Inquiry | Agreed | Disagreed:
+    """Where ids and text agree, or what has to be asked to know it."""
+    if not record.is_exact or record.prompt_ids is None:
+        return Disagreed()
+    if record.agreed_text == record.text_length:
+        return Agreed(record.agreed_ids)
+    count = len(record.ids)
+    low = record.agreed_ids + 1
+    return Inquiry(record, tuple(_context(record)), low=min(low, count), high=count)
+
+
+def proves(engine: str, text: str, ids: int) -> bool:
+    """Whether an event with this text and this many ids shows that nothing is held back.
+
+    With one id and some text: vLLM decodes token by token and releases all or nothing. SGLang
+    releases a part before an unfinished character where that part ends in a space or in a Chinese
+    character, so that such an end proves nothing. No engine that holds back for stop strings or a
+    parser is asked this way.
+    """
+    if ids != 1 or not text:
+        return False
+    if engine == "vllm":
+        return True
+    last = text[-1]
+    return last != " " and not (last >= "\u2e80" and unicodedata.category(last) == "Lo")
+
+
+#### what is sent and read
+
+
+class _Prompt(msgspec.Struct):
+    prompt: str | None = None
+    text: str | None = None
+
+
+_PROMPT = msgspec.json.Decoder(_Prompt)
+
+
+def question_body(inquiry: Inquiry, model: str | None) -> bytes:
+    """The body for `/detokenize`, which vLLM and SGLang both serve."""
+    asked = {"model": model, "tokens": inquiry.tokens}
+    return msgspec.json.encode({name: value for name, value in asked.items() if value is not None})
+
+
+def read_answer(body: bytes) -> str | None:
+    """The text in an answer of `/detokenize`: `prompt` of vLLM, `text` of SGLang."""
+    try:
+        found = _PROMPT.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return found.prompt if found.prompt is not None else found.text

@@ -1,0 +1,449 @@
+"""One worker's events, read into the record and made ready for the client.
+
+An `Attempt` stands in the place of `router.openai.Judge` and gives the same signs; beside them it
+leaves in `forward` what the client is to be sent for the event just read: the original bytes where
+nothing has to change. What the router asked for is taken out in every state, also of streams that
+can no longer move. An event is decoded once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.migration.agreement import proves
+from router.migration.asking import Asking
+from router.migration.chunks import (
+    ABSENT,
+    CHUNK,
+    Choice,
+    Chunk,
+    Delta,
+    Usage,
+    has_other_content,
+    is_empty,
+    strip_ids,
+    strip_ids_slowly,
+    strip_usage,
+)
+from router.migration.closing import DONE, usage_event
+from router.migration.poison import Poison
+from router.migration.record import Record
+from router.migration.seam import Seam, head_of
+from router.openai import LYING_FINISHES, Judge, Sign
+from router.sse import data_of
+
+
+class Attempt(Judge):
+    """The first attempt of a record, or with a `seam` one that goes on with it.
+
+    `expected`: ids that the engine has to report as its prompt, or how many; else it worked from
+    something other than it was sent, and nothing of it may reach the client.
+    """
+
+    __slots__ = (
+        "_counted",
+        "_expected",
+        "_is_chat",
+        "_is_fresh",
+        "_proves",
+        "_unproven",
+        "asking",
+        "base",
+        "engine",
+        "forward",
+        "is_cut_short",
+        "is_unfaithful",
+        "record",
+        "seam",
+    )
+
+    def __init__(
+        self,
+        record: Record,
+        engine: str,
+        asking: Asking,
+        *,
+        seam: Seam | None = None,
+        expected: list[int] | int | None = None,
+        is_fresh: bool = True,
+    ) -> None:
+        super().__init__("openai")
+        self.record = record
+        self.engine = engine
+        self.asking = asking
+        self.seam = seam
+        #: What to send to the client for the event that was read last.
+        self.forward = b""
+        #: The answer was ended here (a stop string across the seam): the worker is to be let go.
+        self.is_cut_short = False
+        #: The worker did not go on with what it was sent; the same form is not to be tried again.
+        self.is_unfaithful = False
+        #: Tokens before this attempt.
+        self.base = record.tokens
+        self._expected = expected
+        #: A finish that came before the worker told its prompt.
+        self._unproven: tuple[bytes, bytes, Chunk] | None = None
+        #: The prompt that the worker reports is the client's.
+        self._is_fresh = is_fresh
+        #: Ids of this attempt.
+        self._counted = 0
+        self._is_chat = record.shape.endpoint == "chat"
+        # vLLM holds text back while there are stop strings; SGLang holds ids and text together.
+        self._proves = engine != "vllm" or not record.shape.stops
+
+    def read(self, event: bytes) -> Sign:
+        """What this complete raw event means; what to forward of it is in `forward`."""
+        self.forward = event
+        data = data_of(event)
+        if data is None:
+            return Sign.COMMENT
+        if data.startswith(b"[DONE]"):
+            return self._meet_done()
+        try:
+            chunk = CHUNK.decode(data)
+        except msgspec.ValidationError:
+            return self._read_leniently(event)
+        except (msgspec.DecodeError, RecursionError):
+            return self._meet_unreadable()
+        return self._read_typed(event, data, chunk)
+
+    def _read_typed(self, event: bytes, data: bytes, chunk: Chunk) -> Sign:
+        if chunk.error is not ABSENT and self._meet_error(data, chunk.error):
+            self.forward = b""
+            return Sign.ERROR
+        choices = chunk.choices
+        if choices is not None and len(choices) == 1:
+            return self._read_choice(event, data, chunk, choices[0])
+        if choices:
+            return self._read_several(event, data, choices)
+        return self._read_rest(event, data, chunk)
+
+    #### chunks with one choice: all that matter
+
+    def _read_choice(self, event: bytes, data: bytes, chunk: Chunk, choice: Choice) -> Sign:
+        record, finish, delta = self.record, choice.finish_reason, choice.delta
+        if choice.index not in self._seen:
+            self._see(choice.index)
+        if finish:
+            if finish in LYING_FINISHES:
+                self.forward = b""
+                return Sign.LIE
+        if self._expected is not None and not self._is_faithful(chunk, choice):
+            if not finish or choice.text or (delta is not None and delta.content):
+                return self._meet_unfaithful()
+            # The usage that proves it comes after the finish of an empty answer.
+            self._unproven, self.forward = (event, data, chunk), b""
+            return Sign.PREAMBLE
+        if finish:
+            self._finish(choice.index)
+        if record.first is None:
+            self._meet_first(event, data)
+        text, has_more = choice.text, False
+        if delta is not None:
+            text = delta.content
+            if (
+                not text
+                or delta.tool_calls is not ABSENT
+                or delta.reasoning
+                or delta.reasoning_content
+            ):
+                has_more = self._look_closer(data, delta, choice.token_ids)
+        skip = 0
+        if record.poison is None and (skip := self._note(chunk, choice, text)) < 0:
+            return self._meet_unfaithful()
+        if finish and self.finished:
+            record.finish = finish
+        if self.seam is None:
+            self._prepare(event, data, chunk, choice, has_more)
+        else:
+            self._cross(self.seam, event, data, chunk, choice, skip)
+        if not text and not has_more:
+            return Sign.DONE if self.is_cut_short else Sign.PREAMBLE
+        record.has_content = True
+        self.events += 1
+        return Sign.DONE if self.is_cut_short else Sign.CONTENT
+
+    def _note(self, chunk: Chunk, choice: Choice, text: str | None) -> int:
+        """Keep what a continuation needs. How many of the ids the client has already, or -1."""
+        record, ids, usage, skip = self.record, choice.token_ids, chunk.usage, 0
+        prompt = choice.prompt_token_ids
+        if prompt is not None or chunk.prompt_token_ids is not None:
+            self._take_prompt(prompt or chunk.prompt_token_ids or [])
+        if ids is not None:
+            if record.replay and (skip := self._repeated(ids)) < 0:
+                return skip
+            self._counted += len(ids)
+            record.tokens = self.base + self._counted
+            if record.is_exact:
+                record.ids += ids
+        if usage is not None:
+            self._take_usage(usage, has_ids=ids is not None)
+        if choice.index:
+            record.spoil(Poison.SEVERAL_CHOICES)
+        if text:
+            if ids is None:
+                self._meet_text_without_ids(is_counted=usage is not None)
+            record.tokens_at_text = record.tokens
+            if record.is_kept:
+                record.pieces.append(text)
+                record.text_length += len(text)
+                if record.is_exact and ids is not None and self._proves:
+                    self._compare(text, len(ids))
+        if record.tokens > record.room and record.is_kept:
+            record.outgrow()
+        return skip
+
+    def _compare(self, text: str, ids: int) -> None:
+        record = self.record
+        if not record.has_parser and proves(self.engine, text, ids):
+            record.agreed_ids = len(record.ids)
+            record.agreed_text = record.text_length
+
+    def _prepare(
+        self, event: bytes, data: bytes, chunk: Chunk, choice: Choice, has_more: bool
+    ) -> None:
+        """Leave in `forward` what the client is to see of an event of the first attempt."""
+        record, delta = self.record, choice.delta
+        if record.shape.asks_logprobs:
+            self._keep_logprobs(data)
+        if delta is not None and delta.role is not None:
+            record.roles.add(choice.index)
+        if self.asking.ids:
+            if _is_swallowed(choice) and not has_more:
+                self.forward = b""
+                return
+            event = self._without_ids(event, chunk, choice)
+        if self.asking.usage and chunk.usage is not None:
+            event = strip_usage(event, to_null=self.engine == "sglang" and not self._is_chat)
+        self.forward = event
+
+    def _without_ids(self, event: bytes, chunk: Chunk, choice: Choice) -> bytes:
+        has_prompt = (choice.prompt_token_ids or chunk.prompt_token_ids) is not None
+        if choice.token_ids is None and not has_prompt:
+            return event
+        to_null = self.engine == "vllm"
+        stripped = strip_ids(event, to_null=to_null)
+        if stripped is event or has_prompt:
+            return strip_ids_slowly(stripped, to_null=to_null)
+        return stripped
+
+    def _cross(
+        self, seam: Seam, event: bytes, data: bytes, chunk: Chunk, choice: Choice, skip: int
+    ) -> None:
+        """The same for an attempt that goes on with the stream of another."""
+        record, delta = self.record, choice.delta
+        is_plain = (
+            not skip
+            and not choice.finish_reason
+            and chunk.usage is None
+            and not record.shape.asks_logprobs
+            and (choice.prompt_token_ids or chunk.prompt_token_ids) is None
+            and (delta is None or (delta.role is None and delta.content is not None))
+        )
+        if is_plain:
+            plain = self._without_ids(event, chunk, choice) if self.asking.ids else event
+            if (quick := seam.quick(plain)) is not None:
+                self.forward = quick
+                return
+        self.forward = seam.rewrite(event, data, skip=skip)
+        if record.shape.asks_logprobs and self.forward:
+            self._keep_logprobs(data_of(self.forward) or b"")
+        if seam.stops.hit is not None:
+            self.is_cut_short = self.finished = True
+            record.finish = "stop"
+            self.forward += usage_event(record) + DONE
+
+    #### what one chunk brings
+
+    def _meet_first(self, event: bytes, data: bytes) -> None:
+        record = self.record
+        record.first, record.head, record.engine = data, head_of(event), self.engine
+
+    def _take_prompt(self, prompt: list[int]) -> None:
+        record = self.record
+        if self._is_fresh:
+            record.learn_prompt(len(prompt))
+        if record.prompt_ids is None and record.is_exact:
+            record.prompt_ids = prompt
+
+    def _take_usage(self, usage: Usage, *, has_ids: bool) -> None:
+        record, mine = self.record, usage.completion_tokens
+        if self._is_fresh and usage.prompt_tokens is not None:
+            record.learn_prompt(usage.prompt_tokens)
+            if not is_empty(usage.prompt_tokens_details):
+                record.prompt_details = bytes(usage.prompt_tokens_details)
+        if mine is None:
+            return
+        if not has_ids:
+            record.tokens = self.base + mine
+        elif mine != self._counted and record.is_exact:
+            record.lose_exactness()  # tokens were swallowed whose ids nobody told
+
+    def _meet_text_without_ids(self, *, is_counted: bool) -> None:
+        record, shape = self.record, self.record.shape
+        if record.is_exact:
+            record.lose_exactness()
+        if not is_counted:
+            record.tokens += 1
+            if shape.budget is not None or shape.min_tokens or shape.asks_usage:
+                record.spoil(Poison.UNCOUNTED)
+
+    def _look_closer(self, data: bytes, delta: Delta, ids: list[int] | None) -> bool:
+        """Whether a delta holds more than text, which nobody can continue."""
+        record = self.record
+        if delta.reasoning or delta.reasoning_content:
+            record.spoil(Poison.REASONING)
+        elif not is_empty(delta.tool_calls):
+            record.spoil(Poison.TOOL_CALL)
+        elif has_other_content(data):
+            record.spoil(Poison.OTHER_CONTENT)
+        else:
+            if ids and delta.content is None:
+                record.has_parser = True
+            return False
+        return True
+
+    def _repeated(self, ids: list[int]) -> int:
+        """How many of these ids the client has already; -1 where others had to come."""
+        replay = self.record.replay
+        count = min(len(ids), len(replay))
+        if ids[:count] != replay[:count]:
+            return -1
+        del replay[:count]
+        return count
+
+    def _is_faithful(self, chunk: Chunk, choice: Choice) -> bool:
+        """Whether the worker's prompt is what it was sent; true while it has not told."""
+        expected = self._expected
+        if isinstance(expected, int):
+            told: list[int] | int | None = (
+                None if chunk.usage is None else chunk.usage.prompt_tokens
+            )
+        elif (told := chunk.prompt_token_ids) is None:
+            told = choice.prompt_token_ids
+        if told is not None:
+            self._expected = None
+            return told == expected
+        if not self._is_chat:
+            return True  # token ids as a prompt are no extension: every engine takes them
+        content = choice.text or (choice.delta is not None and choice.delta.content)
+        return not (content or choice.finish_reason or choice.token_ids)
+
+    def _keep_logprobs(self, data: bytes) -> None:
+        if b'"text_offset":[' in data and b'"text_offset":[]' not in data:
+            self.record.last_logprobs = data
+
+    #### everything else
+
+    def _read_several(self, event: bytes, data: bytes, choices: list[Choice]) -> Sign:
+        """Several choices in one chunk: nothing to continue, but to be judged and stripped."""
+        record, has_content = self.record, has_other_content(data)
+        for choice in choices:
+            if choice.index not in self._seen:
+                self._see(choice.index)
+            if choice.finish_reason:
+                if choice.finish_reason in LYING_FINISHES:
+                    self.forward = b""
+                    return Sign.LIE
+                self._finish(choice.index)
+            delta = choice.delta
+            has_content |= bool(choice.text or (delta is not None and delta.content))
+            if self.seam is None and delta is not None and delta.role is not None:
+                record.roles.add(choice.index)
+        if record.first is None:
+            self._meet_first(event, data)
+        record.spoil(Poison.SEVERAL_CHOICES)
+        if self.finished:
+            record.finish = choices[-1].finish_reason or "stop"
+        if self.seam is not None:
+            self.forward = self.seam.rewrite(event, data, skip=0)
+        elif self.asking.ids:
+            self.forward = strip_ids_slowly(event, to_null=self.engine == "vllm")
+        record.has_content |= has_content
+        self.events += has_content
+        return Sign.CONTENT if has_content else Sign.PREAMBLE
+
+    def _read_rest(self, event: bytes, data: bytes, chunk: Chunk) -> Sign:
+        """A chunk without choices: usage, mostly."""
+        record, usage = self.record, chunk.usage
+        if chunk.choices is None and self._meet_flat_error(data):
+            self.forward = b""
+            return Sign.ERROR
+        if record.first is None and chunk.choices is not None:
+            self._meet_first(event, data)
+        if usage is not None:
+            self.prompt_tokens, self.completion_tokens = (
+                usage.prompt_tokens,
+                usage.completion_tokens,
+            )
+            if record.poison is None:
+                self._take_usage(usage, has_ids=self._counted > 0)
+        if self._unproven is not None and usage is not None:
+            return self._prove(self._unproven, event, data, usage)
+        if self.seam is not None:
+            self.forward = self.seam.rewrite(event, data, skip=0)
+        elif usage is not None and chunk.choices is not None:
+            if self.asking.usage and not record.shape.asks_usage:
+                self.forward = b""
+            else:
+                record.gave_usage = True
+        return Sign.PREAMBLE
+
+    def _prove(
+        self, held: tuple[bytes, bytes, Chunk], event: bytes, data: bytes, usage: Usage
+    ) -> Sign:
+        """The prompt is told at last: the finish that was held goes on, with this event."""
+        if usage.prompt_tokens != self._expected or self.seam is None:
+            return self._meet_unfaithful()
+        self._expected = self._unproven = None
+        sign = self._read_typed(*held)
+        finish = self.forward
+        self.forward = finish + self.seam.rewrite(event, data, skip=0)
+        return sign
+
+    def _meet_done(self) -> Sign:
+        self.done = True
+        if self.finished:
+            return Sign.DONE
+        self.forward = b""
+        return Sign.LIE
+
+    def _meet_unfaithful(self) -> Sign:
+        self.is_unfaithful = True
+        self.forward = b""
+        return Sign.LIE
+
+    def _meet_unreadable(self) -> Sign:
+        # Forwarded untouched; it proves that something came, and what it was nobody knows.
+        self.record.spoil(Poison.UNREADABLE)
+        self.record.has_content = True
+        self.events += 1
+        return Sign.CONTENT
+
+    def _read_leniently(self, event: bytes) -> Sign:
+        """A chunk that does not fit: malformed ids are thrown away whole, else it is unreadable."""
+        cleaned = strip_ids_slowly(event, to_null=self.engine == "vllm")
+        data = data_of(cleaned) or b""
+        try:
+            chunk = CHUNK.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            self.forward = cleaned if self.asking.ids else event
+            return self._meet_unreadable()
+        if self.record.is_exact:
+            self.record.lose_exactness()
+        sign = self._read_typed(cleaned, data, chunk)
+        if not self.asking.ids and self.seam is None and self.forward is cleaned:
+            self.forward = event  # the client asked for them, and gets what the engine wrote
+        return sign
+
+
+def _is_swallowed(choice: Choice) -> bool:
+    """vLLM sends chunks with an empty delta only to those who asked for ids."""
+    delta = choice.delta
+    return (
+        delta is not None
+        and delta.content is None
+        and delta.role is None
+        and choice.token_ids is not None
+        and not choice.finish_reason
+    )
