@@ -254,7 +254,7 @@ async def _run_connection(run: _Run, requests: list[Got]) -> None:
 async def _run_request(run: _Run, stream: MemoryStream, got: Got) -> bool:
     """Whether the connection can take another one."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_leave, run.plan, got.client, stream, nursery.cancel_scope)
+        nursery.start_soon(_leave, run.plan, got, stream, nursery.cancel_scope)
         keeps = await _ask(run.plan, stream, got)
         nursery.cancel_scope.cancel(reason="answered")
     _end(run, got, got.ending or "left")
@@ -265,18 +265,21 @@ def _end(run: _Run, got: Got, ending: str) -> None:
     got.ending, got.ended_at = ending, trio.current_time() - run.plan.begin
 
 
-async def _leave(plan: Plan, client: Client, stream: MemoryStream, scope: trio.CancelScope) -> None:
+async def _leave(plan: Plan, got: Got, stream: MemoryStream, scope: trio.CancelScope) -> None:
+    client = got.client
     if client.half_closes_at is not None:
         await trio.sleep_until(plan.begin + client.half_closes_at)
         await stream.send_eof()
     if client.resets_at is not None:
         await trio.sleep_until(plan.begin + client.resets_at)
+        got.ending = "left"
         stream.reset()
         scope.cancel(reason="the client resets")
     if client.leaves_at is not None:
         await trio.sleep_until(plan.begin + client.leaves_at)
-        scope.cancel(reason="the client leaves")
+        got.ending = "left"
         stream.close()
+        scope.cancel(reason="the client leaves")
 
 
 async def _ask(plan: Plan, stream: trio.abc.Stream, got: Got) -> bool:
@@ -291,7 +294,7 @@ async def _ask(plan: Plan, stream: trio.abc.Stream, got: Got) -> bool:
         await trio.sleep_until(plan.begin + client.reads_from)
         return await _read_answer(plan, connection, stream, got)
     except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
-        got.ending = "cut"
+        got.ending = got.ending or "cut"
         return False
 
 
@@ -302,8 +305,8 @@ def _request(plan: Plan, client: Client, connection: h11.Connection) -> bytes:
         headers.append(("content-length", str(len(body))))
     if client.fault:
         headers.append(("x-sim-fault", client.fault))
-    headers += client.headers
-    head = connection.send(h11.Request(method=client.method, target=client.target, headers=headers))
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in (*headers, *client.headers)]
+    head = connection.send(h11.Request(method=client.method, target=client.target, headers=sent))
     data = connection.send(h11.Data(data=body)) if body else b""
     connection.send(h11.EndOfMessage())
     assert head is not None
