@@ -108,10 +108,10 @@ class ClientChannel(Channel):
 
     async def next_call(self) -> Call:
         """The next request, whole. Raises Gone when there will be none. Cancellable."""
-        while not self._reader.calls:
-            if self.gone or not self.is_open:
-                raise Gone
+        while not self.gone and not self._reader.calls:
             await self._waker.wait()
+        if self.gone:
+            raise Gone  # calls that came behind one whose reply was cut are not served
         self.current = call = self._reader.calls.popleft()
         self.reply_begun = False
         return call
@@ -135,6 +135,9 @@ class ClientChannel(Channel):
             self._waker.wake()
         else:
             self.resume()
+            # What came of the next head while this call was served has its time from now on.
+            self._reader.head_since = now
+            self._attend_to_reading(now)
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
 
@@ -245,10 +248,16 @@ class ClientChannel(Channel):
             if self.current is not None or len(reader.calls) > 1 or reader.is_refused:
                 self.pause()
             self._waker.wake()
-        elif reader.reading is Reading.HEAD:
+        elif self.current is None:
+            self._attend_to_reading(now)
+
+    def _attend_to_reading(self, now: float) -> None:
+        """The next call has begun to arrive, and it is its turn."""
+        reader = self._reader
+        if reader.reading is Reading.HEAD:
             if self.limits.head_seconds:
                 self.reactor.sweeper.arm(self, now + self.limits.head_seconds)
-        elif reader.expects_continue and self.current is None:
+        elif reader.expects_continue:
             reader.expects_continue = False
             self.send(_CONTINUE)
 
@@ -353,13 +362,15 @@ class ClientChannel(Channel):
         """The client is gone: tell whoever serves it, close."""
         self.gone = True
         self._reader.calls.clear()
-        watcher, self.watcher = self.watcher, None
-        if watcher is not None:
-            watcher.on_client_gone()
-        if hard:
-            self.reset()
-        self.close()
-        self._waker.wake()
+        try:
+            if self.watcher is not None:
+                self.watcher.on_client_gone()
+                self.watcher = None  # not before: a crash in there is its task's to hear of
+        finally:
+            if hard:
+                self.reset()
+            self.close()
+            self._waker.wake()
 
     def _half_close(self) -> None:
         if self._reset_at_end:

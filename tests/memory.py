@@ -42,8 +42,8 @@ class Pipe:
         return len(self.data) < self.capacity
 
     def put(self, data: bytes) -> int:
-        """Take what fits; raises BlockingIOError if nothing does, BrokenPipeError after a break."""
-        if self.broken:
+        """Take what fits; raises BlockingIOError if nothing does, BrokenPipeError after an end."""
+        if self.broken or self.ended:
             raise BrokenPipeError(errno.EPIPE, "broken pipe")
         room = self.capacity - len(self.data)
         if room <= 0:

@@ -339,6 +339,14 @@ async def test_our_half_close_is_an_end_for_the_peer_who_may_go_on(
     assert await world.receive(sock, 4) == b"more"
 
 
+async def test_nothing_can_be_sent_after_our_half_close(world: World, pair: Opened) -> None:
+    sock, _ = pair
+    sock.shutdown_write()
+
+    with pytest.raises(BrokenPipeError):
+        sock.send(b"x")
+
+
 async def test_a_close_by_the_peer_is_an_end(world: World, pair: Opened) -> None:
     sock, peer = pair
     await peer.send_all(b"bye")
