@@ -149,7 +149,7 @@ class Channel:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._break(error)
+            self._fail_write(error)
             return
         if sent != len(data):
             self._out.append(data[sent:])
@@ -257,7 +257,7 @@ class Channel:
             self._out = [data] if data else []
             return
         except OSError as error:
-            self._break(error)
+            self._fail_write(error)
             return
         if sent != len(data):
             self._out = [data[sent:]]
@@ -272,7 +272,7 @@ class Channel:
         else:
             self.drained()
 
-    def _break(self, error: OSError) -> None:
+    def _fail_write(self, error: OSError) -> None:
         """A write failed: what the peer said before that is still read, then this is a loss."""
         self._broken = error
         self._out = []
