@@ -15,6 +15,7 @@ from router.legs import Leg
 from router.openai import judge_answer
 from router.relay import DONE_EVENT, Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
+from router.unpacking import NotPacked, unpacker_of
 
 #: Statuses of a worker that has no room now.
 _BUSY = frozenset({429, 503})
@@ -205,8 +206,36 @@ class WholeAnswering:
         passing.feed(leg, self._whole.body())
 
 
+class PackedAnswering:
+    """A stream of events that came compressed although nobody asked for that."""
+
+    __slots__ = ("_exchange", "_streaming", "_unpacker")
+
+    def __init__(self, exchange: Exchange, streaming: StreamAnswering, encoding: bytes) -> None:
+        self._exchange = exchange
+        self._streaming = streaming
+        self._unpacker = unpacker_of(encoding)
+
+    def feed(self, leg: Leg, data: bytes) -> None:
+        try:
+            if self._unpacker is None:
+                raise NotPacked("an unknown encoding")
+            events = self._unpacker.feed(data)
+        except NotPacked:
+            self._exchange.lose(leg, "broke", "leg_lost", Failure(broken()))
+            return
+        if events:
+            self._streaming.feed(leg, events)
+
+    def end(self, leg: Leg) -> None:
+        self._streaming.end(leg)
+
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
+        return self._streaming.survives(leg, leg_fact)
+
+
 class PassingAnswering:
-    """An answer that goes through unread: too large to hold, or encoded against our wish."""
+    """An answer that goes through unread, since it is too large to hold."""
 
     __slots__ = ("_exchange", "_has_begun")
 

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from router.answering import (
     Answering,
-    PassingAnswering,
+    PackedAnswering,
     StreamAnswering,
     WholeAnswering,
     broken,
@@ -153,9 +153,13 @@ class Exchange:
         if not 200 <= self.status < 300 or not kind.startswith(b"text/event-stream"):
             return WholeAnswering(self)
         leg.is_stream = True
-        if (find(self.headers, b"content-encoding") or b"identity").lower() == b"identity":
-            return StreamAnswering(self, StreamRelay(self.route.family))
-        return PassingAnswering(self)
+        streaming = StreamAnswering(self, StreamRelay(self.route.family))
+        encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
+        if encoding == b"identity":
+            return streaming
+        # We asked for none: streams are never compressed, and their events must be read.
+        self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
+        return PackedAnswering(self, streaming, encoding)
 
     # What an answer needs
 
@@ -252,6 +256,8 @@ class Exchange:
         if self.ticket.is_over:
             return
         if (due := self._request_due()) is not None and due <= now:
+            if self.leg is not None and self._survives(self.leg, "stalled"):
+                return
             message = f"The request took longer than {self.deadlines.request:g} seconds."
             self.fire("deadline_passed", Failure(Refusal("request_timeout", message)))
         elif self.queue_until is not None and self.queue_until <= now:

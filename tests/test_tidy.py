@@ -25,6 +25,7 @@ PURE = (
     "router.relay",
     "router.sse",
     "router.ticket",
+    "router.unpacking",
     "router.worker",
     "router.workerspec",
 )

@@ -183,8 +183,10 @@ class WorkerChannel(Channel):
         problem = None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError:
-            raise  # a bug of ours, not the worker's
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _NoStatus):
+                raise  # a bug of ours, not the worker's
+            problem = "the status is none"
         except httptools.HttpParserError as error:
             problem = str(error)
         except httptools.HttpParserUpgrade:
@@ -260,6 +262,8 @@ class WorkerChannel(Channel):
         if self.complete:
             return
         status = self._parser.get_status_code()
+        if status < 100:
+            raise _NoStatus
         if status < 200:
             self._informational = True
             self._headers = []
@@ -323,6 +327,10 @@ class WorkerChannel(Channel):
         if self in self.pool.idle:
             self.pool.idle.remove(self)
         self.close()
+
+
+class _NoStatus(Exception):
+    """Stops the parser at a status below 100, which llhttp lets through."""
 
 
 @define(eq=False)

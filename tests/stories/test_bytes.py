@@ -118,12 +118,20 @@ def test_an_event_that_nobody_can_read_is_passed_on(what: str) -> None:
     assert b'data: {"id":"x","choices":[{"index":0' in outcome.one.body
 
 
-def test_a_stream_that_is_compressed_unasked_passes_as_it_is() -> None:
+def test_a_stream_that_is_compressed_unasked_is_unpacked() -> None:
     outcome = simulate(Plan(engines=(Engine(faults="gzip"),)))
 
     assert outcome.work(0)[0].headers["accept-encoding"] == "identity"
-    assert outcome.one.headers["content-encoding"] == "gzip"
-    assert outcome.one.text == outcome.one.direct[0].text
+    assert "content-encoding" not in outcome.one.headers
+    assert outcome.one.text == simulate(Plan()).one.text
+    assert outcome.one.is_done
+
+
+def test_a_compressed_stream_that_ends_without_a_finish_is_no_clean_end() -> None:
+    outcome = simulate(Plan(engines=(Engine(faults="gzip;end,after_events=4"),)))
+
+    assert outcome.one.ending == "cut"
+    assert outcome.one.code == "upstream_broken"
 
 
 def test_an_answer_too_large_to_hold_passes_through() -> None:
