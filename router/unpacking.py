@@ -19,19 +19,25 @@ class NotPacked(ValueError):
 
 
 class Unpacker:
-    """Unpacks one stream."""
+    """Unpacks one stream; members of a gzip stream may follow each other."""
 
     def __init__(self, wbits: int) -> None:
+        self._wbits = wbits
         self._inflate = zlib.decompressobj(wbits)
 
     def feed(self, data: bytes) -> bytes:
         """What `data` unpacks to; may be empty. Raises NotPacked."""
-        try:
-            found = self._inflate.decompress(data, UNPACKED_BYTES_MAX)
-        except zlib.error as error:
-            raise NotPacked(str(error)) from error
-        if self._inflate.unconsumed_tail:
-            raise NotPacked("too much in too little")
+        found = b""
+        while data:
+            if self._inflate.eof:
+                self._inflate = zlib.decompressobj(self._wbits)
+            try:
+                found += self._inflate.decompress(data, UNPACKED_BYTES_MAX - len(found) + 1)
+            except zlib.error as error:
+                raise NotPacked(str(error)) from error
+            if len(found) > UNPACKED_BYTES_MAX:
+                raise NotPacked("too much in too little")
+            data = self._inflate.unused_data
         return found
 
 

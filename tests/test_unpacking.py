@@ -11,7 +11,13 @@ TEXT = b'data: {"choices":[]}\n\n' * 50
 
 
 @pytest.mark.parametrize(
-    ("encoding", "packed"), [(b"gzip", gzip.compress(TEXT)), (b"deflate", zlib.compress(TEXT))]
+    ("encoding", "packed"),
+    [
+        (b"gzip", gzip.compress(TEXT)),
+        (b"gzip", gzip.compress(TEXT[:100]) + gzip.compress(TEXT[100:])),
+        (b"deflate", zlib.compress(TEXT)),
+    ],
+    ids=["gzip", "two members", "deflate"],
 )
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_any_cut_unpacks_to_the_same(encoding: bytes, packed: bytes, size: int) -> None:
