@@ -13,9 +13,10 @@ from attrs import Factory, define
 from tests.real import places
 from tests.real.calls import Answer, get
 from tests.real.engines import Engine
-from tests.real.processes import free_port, session, wait_ready
+from tests.real.processes import free_port, session, wait_ready, wait_until
 
 START_SECONDS = 30.0
+LAST_CHUNK_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -55,12 +56,20 @@ class Recorder:
         return [answer for stream in list(self.received) for answer in _parse(bytes(stream))]
 
     def sent(self, answer: Answer) -> bool:
-        """Whether the engine sent an answer with this status, content type and body."""
-        return any(
-            (answer.status, answer.content_type, answer.body)
-            == (own.status, own.content_type, own.body)
-            for own in self.answers()
-        )
+        """Whether the engine sent an answer with this status, content type and body.
+
+        Waits a little, since a router may end its answer at `[DONE]`, before the engine's last
+        chunk has come.
+        """
+
+        def is_among_them() -> bool:
+            return any(
+                (answer.status, answer.content_type, answer.body)
+                == (own.status, own.content_type, own.body)
+                for own in self.answers()
+            )
+
+        return wait_until(is_among_them, LAST_CHUNK_SECONDS)
 
 
 @contextlib.contextmanager

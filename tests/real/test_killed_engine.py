@@ -16,6 +16,8 @@ from tests.real.router import routed
 
 pytestmark = pytest.mark.real
 
+VLLM_CORE_LOST = 500
+"""vLLM's front end outlives its core for a moment and says so in the stream, then `[DONE]`."""
 QUICK_PROBES = "--health-check-interval-secs 1 --health-check-timeout-secs 1"
 
 
@@ -86,7 +88,7 @@ def test_stream_of_a_killed_engine_fails_visibly(kind: str, part: str) -> None:
     assert b"[DONE]" not in answer.events()
     error = json.loads(answer.events()[-1])["error"]
     assert isinstance(error["message"], str)
-    assert error["code"] in ("upstream_broken", "upstream_unreachable")
+    assert error["code"] in ("upstream_broken", VLLM_CORE_LOST)
 
 
 def test_a_lone_engine_that_is_gone_makes_the_router_unready() -> None:
