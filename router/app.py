@@ -44,6 +44,8 @@ from statemachines.router import RouterState
 
 #: At the very end, how long clients may take to read their last bytes.
 FLUSH_SECONDS = 3.0
+#: While draining, between two looks at what clients have yet to take.
+LOOK_SECONDS = 0.1
 #: Objects allocated between two young collections; streams allocate a lot and keep little.
 GC_THRESHOLD = 10_000
 
@@ -173,8 +175,9 @@ class App:
                     await self._drain()
                     self._listener.close()
                     self.serving.shut_down()
-                    # Last bytes get a moment to be written; idle connections none.
-                    front.cancel_scope.deadline = trio.current_time() + self._flush_seconds()
+                    # What is left ends by itself once its client has taken its last bytes.
+                    patience = FLUSH_SECONDS if self.serving.has_open_channels() else 0.0
+                    front.cancel_scope.deadline = trio.current_time() + patience
                 root.cancel_scope.cancel(reason="the router has stopped")
         finally:
             self._listener.close()
@@ -199,9 +202,9 @@ class App:
     async def _wait_empty(self) -> None:
         while self.serving.live:
             await self.serving.emptied.wait()
-
-    def _flush_seconds(self) -> float:
-        return FLUSH_SECONDS if self.serving.live else 0.1
+        while self.serving.owes_bytes():  # noqa: ASYNC110
+            # A request is over before a slow client has taken its answer, and nobody tells when.
+            await trio.sleep(LOOK_SECONDS)
 
     def _accepted(self, sock: Socket) -> None:
         assert self._front is not None

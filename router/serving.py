@@ -104,6 +104,8 @@ class Serving:
     admission: Admission = field(init=False)
     #: Every open request by its exchange's identity; nothing else counts them.
     live: dict[Ticket, Exchange] = field(factory=dict)
+    #: Every client connection that is served.
+    channels: set[ClientChannel] = field(factory=set)
     #: Woken whenever the last live request has ended.
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
@@ -131,6 +133,7 @@ class Serving:
 
         `answer_locally` answers whatever is not proxied.
         """
+        self.channels.add(channel)
         try:
             while True:
                 call = await channel.next_call()
@@ -158,6 +161,7 @@ class Serving:
                 channel.end()
                 await channel.wait_closed()
         finally:
+            self.channels.discard(channel)
             channel.close()
 
     # One call
@@ -192,11 +196,25 @@ class Serving:
             if not ticket.is_over:  # cancelled: the router is going down
                 exchange.fire("shut_down", Failure(_shutting_down()))
 
+    def owes_bytes(self) -> bool:
+        """A client has not yet taken all of an answer."""
+        return any(channel.backlog_bytes for channel in self.channels)
+
+    def has_open_channels(self) -> bool:
+        """Some client connection is open, if only for its last bytes."""
+        return any(channel.is_open for channel in self.channels)
+
     def shut_down(self) -> None:
-        """The drain window is over: end what still runs, visibly."""
+        """The drain window is over: end what still runs, visibly, and every connection."""
+        self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             if not exchange.ticket.is_over:
                 exchange.fire("shut_down", Failure(_shutting_down()))
+        for channel in list(self.channels):
+            if channel.backlog_bytes:
+                channel.end()
+            elif not channel.closing:
+                channel.close()
 
     def _open(self, channel: ClientChannel, call: Call, route: Route, asked: Asked) -> Exchange:
         ticket = Ticket(

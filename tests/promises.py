@@ -169,7 +169,9 @@ def its_end_is_visible(outcome: Outcome, got: Got) -> None:
 
 
 def _was_given_up(outcome: Outcome, got: Got) -> bool:
-    """The router took it for gone, so it is told nothing more."""
+    """The router took it for gone, or could not wait for it: it is told nothing more."""
+    if got.client.reads_from and any(what == "stop" for _, what in outcome.plan.happenings):
+        return True
     id = got.headers["x-request-id"]
     states = {ticket.state for ticket in outcome.tickets if ticket.id == id}
     return RequestState.ABANDONED in states
