@@ -6,8 +6,6 @@ import pytest
 
 from tests.simulate import Client, Engine, Plan, simulate
 
-ONCE: dict[str, object] = {"request_max_retries": 0}
-
 
 def test_connecting_has_a_limit() -> None:
     outcome = simulate(
@@ -106,6 +104,19 @@ def test_a_request_has_one_clock_over_all_its_attempts(stream: bool) -> None:
     assert (outcome.one.status, outcome.one.code) == (504, "request_timeout")
     assert outcome.one.ended_at == 30
     assert outcome.facts == ["admitted", "overloaded", "admitted", "deadline_passed"]
+
+
+def test_a_request_that_takes_too_long_is_told_so() -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults="hang"),),
+            clients=(Client(stream=False),),
+            settings={"request_timeout_secs": 60.0},
+        )
+    )
+
+    assert (outcome.one.status, outcome.one.code) == (504, "request_timeout")
+    assert outcome.one.ended_at == 60
 
 
 def test_a_request_that_takes_too_long_is_cut_in_its_stream() -> None:
