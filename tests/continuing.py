@@ -30,7 +30,7 @@ from router.migration.continuation import (
 from router.migration.record import Record
 from router.migration.shape import Endpoint, examine
 from router.openai import Sign
-from router.sim.decoding import start_choice
+from router.sim.decoding import Choice
 from router.sim.dialect import Dialect, Situation
 from router.sim.jobs import DONE, Reply
 from router.sim.model import Model
@@ -41,6 +41,18 @@ from router.sse import data_of
 
 Json = dict[str, object]
 _DIALECTS: dict[str, type[Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect}
+
+
+@define(eq=False)
+class OpenChoice(Choice):
+    """vLLM holds nothing back for stop strings that it leaves in the answer (0.32)."""
+
+    def _release(self) -> str | None:
+        if self.manner.holds_characters and self.limits.keeps_stop_text:
+            text, self._unsent = self._unsent, ""
+            self._recent = (self._recent + text)[-max(self.limits.longest_stop - 1, 1) :]
+            return text
+        return super()._release()
 
 
 @define(eq=False)
@@ -73,9 +85,9 @@ class Engine:
             return job
         model = Model(self.seed, self.eos_every, self.ambiguous)
         choices = [
-            start_choice(
-                model, job.prompts[i // job.n], job.limits[i // job.n], dialect.manner,
-                index=i, way=0 if job.greedy else i % job.n,
+            OpenChoice(
+                i, job.prompts[i // job.n], job.limits[i // job.n], dialect.manner,
+                model.start(job.prompts[i // job.n], choice=0 if job.greedy else i % job.n),
             )
             for i in range(len(job.prompts) * job.n)
         ]  # fmt: skip
@@ -159,7 +171,9 @@ class Client:
         for one in self._choices():
             logprobs = one.get("logprobs") or {}
             found += [entry["token"] for entry in logprobs.get("content") or ()]
-            found += zip(logprobs.get("tokens") or (), logprobs.get("text_offset") or ())
+            found += zip(
+                logprobs.get("tokens") or (), logprobs.get("text_offset") or (), strict=True
+            )
         return found
 
     def check(self) -> None:

@@ -19,6 +19,8 @@ from router.migration.chunks import (
     Chunk,
     Delta,
     Usage,
+    choices_of,
+    decode,
     has_other_content,
     is_empty,
     strip_ids,
@@ -124,10 +126,9 @@ class Attempt(Judge):
         record, finish, delta = self.record, choice.finish_reason, choice.delta
         if choice.index not in self._seen:
             self._see(choice.index)
-        if finish:
-            if finish in LYING_FINISHES:
-                self.forward = b""
-                return Sign.LIE
+        if finish and finish in LYING_FINISHES:
+            self.forward = b""
+            return Sign.LIE
         if self._expected is not None and not self._is_faithful(chunk, choice):
             if not finish or choice.text or (delta is not None and delta.content):
                 return self._meet_unfaithful()
@@ -152,7 +153,7 @@ class Attempt(Judge):
         if record.poison is None and (skip := self._note(chunk, choice, text)) < 0:
             return self._meet_unfaithful()
         if finish and self.finished:
-            record.finish = finish
+            self._meet_finish(finish, data, chunk, choice)
         if self.seam is None:
             self._prepare(event, data, chunk, choice, has_more)
         else:
@@ -169,6 +170,8 @@ class Attempt(Judge):
         prompt = choice.prompt_token_ids
         if prompt is not None or chunk.prompt_token_ids is not None:
             self._take_prompt(prompt or chunk.prompt_token_ids or [])
+            if self.seam is None:
+                record.prompts_given.add(choice.index if prompt is not None else -1)
         if ids is not None:
             if record.replay and (skip := self._repeated(ids)) < 0:
                 return skip
@@ -302,6 +305,15 @@ class Attempt(Judge):
                 record.has_parser = True
             return False
         return True
+
+    def _meet_finish(self, finish: str, data: bytes, chunk: Chunk, choice: Choice) -> None:
+        record = self.record
+        record.finish = finish
+        if self._is_chat and choice.token_ids is None and chunk.usage is None:
+            # SGLang's finish has no usage; the token that stopped it is counted in the last chunk.
+            found = choices_of(decode(data) or {})
+            if found and type(found[0].get("matched_stop")) is int:
+                record.tokens += 1
 
     def _repeated(self, ids: list[int]) -> int:
         """How many of these ids the client has already; -1 where others had to come."""

@@ -19,11 +19,12 @@ from router.migration.asking import Asking, ask, gives_ids, plan_asking
 from router.migration.attempt import Attempt
 from router.migration.closing import close
 from router.migration.poison import Poison
+from router.migration.reading import Unreadable
 from router.migration.record import Record
 from router.migration.seam import Seam
 from router.migration.shape import Endpoint
-from router.migration.splice import Members, edit, read_members
-from router.migration.stops import StopSeam
+from router.migration.splice import edit, read_members
+from router.migration.stops import StopSeam, could_straddle
 from router.migration.turns import extend_messages
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -76,6 +77,8 @@ class Continuation:
     agreed: Agreed | None = None
     #: What the worker has to report as its prompt.
     expected: list[int] | int | None = None
+    #: The worker leaves stop strings in; they are looked for and cut off here.
+    owns_stops: bool = False
 
 
 @frozen
@@ -135,7 +138,9 @@ def _restart(record: Record, body: bytes, target: Target) -> Outcome:
     asking = plan_asking(record.shape, target.engine)
     path = PATHS[record.shape.endpoint]
     asked = ask(body, asking, record.shape)
-    return Continuation(path, asked, Mode.RESTART, 0, target.engine, asking)
+    return Continuation(
+        path=path, body=asked, mode=Mode.RESTART, carried=0, engine=target.engine, asking=asking
+    )
 
 
 def _can_show(record: Record, target: Target) -> bool:
@@ -177,67 +182,89 @@ def _exact(
         return None
     asking = plan_asking(shape, target.engine)
     ids = prompt + record.ids[: agreed.ids]
-    given = msgspec.json.encode(ids)
-    changes = _common(record, body, target, record.tokens - len(record.ids) + agreed.ids, len(ids))
+    tokens = record.tokens - len(record.ids) + agreed.ids
+    changes = _common(record, body, target, tokens, len(ids))
     if changes is None:
         return None
+    owns_stops = _take_stops(changes, record, record.text + agreed.held, target)
     changes["truncate_prompt_tokens"] = None
-    expected: list[int] | int = ids
+    given, expected = msgspec.json.encode(ids), ids
     if shape.endpoint == "completions":
         changes["prompt"] = given
     elif target.engine == "vllm":
         changes["kv_transfer_params"] = b'{"prompt_token_ids":%b}' % given
     elif asking.usage or (shape.asks_continuous_usage and shape.asks_usage):
-        # Older releases ignore the ids silently; how long the prompt was tells on them.
         changes["input_ids"] = given
-        expected = len(ids)
     else:
-        return None
-    written = ask(_edited(body, changes), asking, shape)
-    path = PATHS[shape.endpoint]
-    carried = record.tokens - len(record.ids) + agreed.ids
-    return Continuation(path, written, Mode.EXACT, carried, target.engine, asking, agreed, expected)
+        return None  # nothing would tell whether the ids were taken
+    is_told = shape.endpoint == "completions" or target.engine == "vllm"
+    return Continuation(
+        path=PATHS[shape.endpoint],
+        body=ask(_edited(body, changes), asking, shape),
+        mode=Mode.EXACT,
+        carried=tokens,
+        engine=target.engine,
+        asking=asking,
+        agreed=agreed,
+        # SGLang's chat tells only how long its prompt was. Older releases ignore the ids silently.
+        expected=expected if is_told else len(ids),
+        owns_stops=owns_stops,
+    )
 
 
 #### text
 
 
-def _text(
-    record: Record, body: bytes, target: Target, agreed: Agreed | Disagreed
-) -> Continuation | CannotContinue:
+def _text(record: Record, body: bytes, target: Target, agreed: Agreed | Disagreed) -> Outcome:
     shape = record.shape
     if shape.text_barred is not None:
         return CannotContinue("poisoned", shape.text_barred)
     known = agreed if isinstance(agreed, Agreed) else None
     if known is None and shape.shows_tokens and record.is_exact and record.ids:
         return CannotContinue("poisoned", Poison.SHOWN_TOKENS)
-    text = record.text + (known.held if known else "")
-    tokens = record.tokens_at_text
+    text, tokens = record.text, record.tokens_at_text
     if known is not None:
+        text += known.held
         tokens = record.tokens - len(record.ids) + known.ids
     changes = _common(record, body, target, tokens, (record.prompt_tokens or 0) + tokens)
-    members = read_members(body)
-    if changes is None or members is None:
+    if changes is None:
         return CannotContinue("unsuitable")
-    if shape.endpoint == "completions":
-        changes["prompt"] = _extended_prompt(members, text)
-    else:
-        turns = extend_messages(members, text, record.engine, target.engine)
-        if isinstance(turns, Poison):
-            return CannotContinue("poisoned", turns)
-        if turns is None:
-            return CannotContinue("unsuitable")
-        changes["messages"] = turns
-        changes |= {"continue_final_message": b"true", "add_generation_prompt": b"false"}
+    owns_stops = _take_stops(changes, record, text, target)
+    try:
+        refusal = _put_text(changes, record, body, target, text)
+    except (msgspec.DecodeError, Unreadable, KeyError):
+        refusal = CannotContinue("poisoned", Poison.MALFORMED)
+    if refusal is not None:
+        return refusal
     asking = plan_asking(shape, target.engine)
-    written = ask(_edited(body, changes), asking, shape)
-    path = PATHS[shape.endpoint]
-    return Continuation(path, written, Mode.TEXT, tokens, target.engine, asking, known)
+    return Continuation(
+        path=PATHS[shape.endpoint],
+        body=ask(_edited(body, changes), asking, shape),
+        mode=Mode.TEXT,
+        carried=tokens,
+        engine=target.engine,
+        asking=asking,
+        agreed=known,
+        owns_stops=owns_stops,
+    )
 
 
-def _extended_prompt(members: Members, text: str) -> bytes:
-    prompt = msgspec.json.decode(members["prompt"], type=str)
-    return msgspec.json.encode(prompt + text)
+def _put_text(
+    changes: dict[str, bytes | None], record: Record, body: bytes, target: Target, text: str
+) -> CannotContinue | None:
+    members = read_members(body) or {}
+    if record.shape.endpoint == "completions":
+        prompt = msgspec.json.decode(members["prompt"], type=str)
+        changes["prompt"] = msgspec.json.encode(prompt + text)
+        return None
+    turns = extend_messages(members, text, record.engine, target.engine)
+    if turns is None:
+        return CannotContinue("unsuitable")
+    if isinstance(turns, Poison):
+        return CannotContinue("poisoned", turns)
+    changes["messages"] = turns
+    changes |= {"continue_final_message": b"true", "add_generation_prompt": b"false"}
+    return None
 
 
 #### both
@@ -271,6 +298,17 @@ def _common(
     return changes
 
 
+def _take_stops(
+    changes: dict[str, bytes | None], record: Record, text: str, target: Target
+) -> bool:
+    """Whether the router looks for stop strings itself, since one may have begun already."""
+    shape = record.shape
+    owns = target.engine == "vllm" and could_straddle(text, shape.stops)
+    if owns:
+        changes["include_stop_str_in_output"] = b"true"
+    return owns
+
+
 def _edited(body: bytes, changes: dict[str, bytes | None]) -> bytes:
     members = read_members(body) or {}
     return edit(
@@ -293,7 +331,7 @@ def resume(record: Record, continuation: Continuation) -> Attempt:
         record=record,
         asking=continuation.asking,
         engine=continuation.engine,
-        stops=_stop_seam(record),
+        stops=_stop_seam(record, owns=continuation.owns_stops),
         base=record.tokens,
     )
     return Attempt(
@@ -306,8 +344,8 @@ def resume(record: Record, continuation: Continuation) -> Attempt:
     )
 
 
-def _stop_seam(record: Record) -> StopSeam:
+def _stop_seam(record: Record, *, owns: bool) -> StopSeam:
     shape = record.shape
     stops = shape.stops if record.has_content and record.is_kept else ()
     before = record.text if stops or record.waiting else ""
-    return StopSeam(before, len(record.waiting), stops, keeps=shape.keeps_stop)
+    return StopSeam(before, len(record.waiting), stops, keeps=shape.keeps_stop, owns=owns)

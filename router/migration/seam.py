@@ -75,7 +75,14 @@ class Seam:
         for name in (*_WANTED, _FINGERPRINT):
             if name in chunk and name in self._identity:
                 chunk[name] = self._identity[name]
-        self._drop_ids(chunk, "prompt_token_ids")
+        self._drop_prompt(chunk, -1)
+
+    def _drop_prompt(self, holder: Json, index: int) -> None:
+        """Prompt ids, unless they are the first that the client is given for this index."""
+        if self.asking.ids or index in self.record.prompts_given:
+            self._drop_ids(holder, "prompt_token_ids")
+        elif holder.get("prompt_token_ids") is not None:
+            self.record.prompts_given.add(index)
 
     def _drop_ids(self, holder: Json, name: str) -> None:
         if holder.get(name) is None:
@@ -106,7 +113,8 @@ class Seam:
         if self.stops.hit is not None:
             self._stop(choice)
         shows_tokens = self._fix_tokens(choice, skip)
-        self._drop_ids(choice, "prompt_token_ids")
+        index = choice.get("index", 0)
+        self._drop_prompt(choice, index if isinstance(index, int) else 0)
         if shown or shows_tokens or choice.get("finish_reason"):
             return False
         if isinstance(delta, dict) and any(delta.values()):
@@ -181,16 +189,18 @@ class Seam:
         shape = self.record.shape
         is_asked = shape.asks_continuous_usage if choices_of(chunk) else shape.asks_usage
         if is_asked:
-            chunk["usage"] = self.merge(usage)
+            chunk["usage"] = self._merge(usage, is_last=not choices_of(chunk))
         elif choices_of(chunk) and self.engine == "sglang" and shape.endpoint == "completions":
             chunk["usage"] = None
         else:
             del chunk["usage"]
 
-    def merge(self, usage: Json) -> Json:
+    def _merge(self, usage: Json, *, is_last: bool) -> Json:
         """Usage of this attempt as usage of the whole generation."""
         record, mine = self.record, usage.get("completion_tokens")
         tokens = self.base + mine if isinstance(mine, int) else record.tokens
+        if not is_last:
+            tokens = max(tokens, record.tokens_shown)
         merged = usage | usage_of(record)
         if record.prompt_tokens is None and isinstance(usage.get("prompt_tokens"), int):
             merged["prompt_tokens"] = usage["prompt_tokens"]
