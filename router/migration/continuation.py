@@ -122,7 +122,8 @@ def build(
         return CannotContinue("poisoned", record.poison)
     if (ended := _spent(record, agreed)) is not None:
         return ended
-    if not _can_show(record, target):
+    kept = agreed.ids if isinstance(agreed, Agreed) else 0
+    if not _can_show(record, target, kept):
         return CannotContinue("unsuitable")
     exact = _exact(record, body, target, agreed) if Mode.EXACT not in refused else None
     if exact is not None:
@@ -133,7 +134,7 @@ def build(
 
 
 def _restart(record: Record, body: bytes, target: Target) -> Outcome:
-    if not _can_show(record, target):
+    if not _can_show(record, target, 0):
         return CannotContinue("unsuitable")
     asking = plan_asking(record.shape, target.engine)
     path = PATHS[record.shape.endpoint]
@@ -143,10 +144,17 @@ def _restart(record: Record, body: bytes, target: Target) -> Outcome:
     )
 
 
-def _can_show(record: Record, target: Target) -> bool:
-    """A client that reads ids itself needs an engine that sends them."""
+def _can_show(record: Record, target: Target, kept: int) -> bool:
+    """Whether a client that can count tokens goes on to see each of them once.
+
+    Ids that it was shown and that are rolled back have to come again, which only ids can prove.
+    """
     shape = record.shape
-    return not shape.asks_ids or gives_ids(target.engine, shape.endpoint)
+    if gives_ids(target.engine, shape.endpoint):
+        return True
+    if not shape.shows_tokens:
+        return True
+    return not shape.asks_ids and not record.replay and kept == len(record.ids)
 
 
 def _spent(record: Record, agreed: Agreed | Disagreed) -> CompletedLocally | None:

@@ -67,7 +67,7 @@ class Seam:
         if not choices:
             return self._rest(event, chunk, had_usage)
         is_empty = [self._fix_choice(choice, skip) for choice in choices]
-        if all(is_empty) and not chunk.get("usage"):
+        if all(is_empty):
             return b""
         return with_data(event, encode(chunk))
 
