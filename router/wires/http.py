@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import httptools
+import trio
 from attrs import define, field
 
 from router.headers import Headers
@@ -99,14 +100,15 @@ class WorkerChannel(Channel):
     """One connection to a worker: connecting, busy with one request, leaving, or idle."""
 
     __slots__ = (
+        "_beside_bytes",
         "_body",
-        "_head_bytes",
         "_head_done",
         "_headers",
         "_informational",
         "_parser",
         "_surplus",
         "_told_head",
+        "_told_last",
         "bytes_in",
         "complete",
         "connect_until",
@@ -128,6 +130,8 @@ class WorkerChannel(Channel):
         self.reused = False
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
+        #: Who is being told how it ended; a crash in there is theirs to hear of.
+        self._told_last: Upstream | None = None
         self._forget_answer()
         super().__init__(pool.reactor, sock, Rank.WORKER, connecting=True)
         pool.reactor.sweeper.arm(self, connect_until)
@@ -159,7 +163,7 @@ class WorkerChannel(Channel):
         self.complete = False
         self.keep = False
         self._headers: Headers = []
-        self._head_bytes = 0
+        self._beside_bytes = 0
         self._head_done = False
         self._told_head = False
         self._informational = False
@@ -178,8 +182,6 @@ class WorkerChannel(Channel):
             self._drop_idle()
             return
         self.bytes_in += len(data)
-        if not self._head_done:
-            self._head_bytes += len(data)
         problem = None
         try:
             self._parser.feed_data(data)
@@ -191,8 +193,13 @@ class WorkerChannel(Channel):
             problem = str(error)
         except httptools.HttpParserUpgrade:
             problem = "the worker switched protocols unasked"
-        if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
-            problem = "the head of the answer is too large"
+        if self._body:
+            self._beside_bytes = 0
+        elif not self.complete:
+            # A head, or trailers and extensions of chunks: none of them may go on for ever.
+            self._beside_bytes += len(data)
+            if self._beside_bytes > HEAD_BYTES_MAX:
+                problem = "the head of the answer is too large"
         if self.complete and (problem or self._surplus):
             self._surplus = True
             problem = "bytes after the end of the answer"
@@ -216,9 +223,9 @@ class WorkerChannel(Channel):
             self._break(f"connection lost: {error}", stale=self.bytes_in == 0)
 
     def crashed(self, error: Exception) -> None:
-        upstream = self.upstream
-        self.upstream = None
-        self.close()
+        upstream = self.upstream or self._told_last
+        self.upstream = self._told_last = None
+        self._drop_idle()
         if upstream is None:
             raise error
         upstream.channel = None
@@ -309,7 +316,9 @@ class WorkerChannel(Channel):
         self.give_back()
         if upstream is not None:
             upstream.channel = None
+            self._told_last = upstream
             upstream.answered.on_end()
+            self._told_last = None
 
     def _break(self, detail: str, *, connecting: bool = False, stale: bool = False) -> None:
         upstream, self.upstream = self.upstream, None
@@ -317,10 +326,12 @@ class WorkerChannel(Channel):
         if upstream is None:
             return
         upstream.channel = None
+        self._told_last = upstream
         if stale and self.reused and upstream.request is not None:
             upstream.pool.start_fresh(upstream)
         else:
             upstream.answered.on_broken(detail, connecting=connecting)
+        self._told_last = None
 
     def _drop_idle(self) -> None:
         self.idle_since = None
@@ -378,7 +389,8 @@ class Pool:
         except OSError as error:
             upstream.answered.on_broken(f"no connection: {error}", connecting=True)
             return
-        until = self.reactor.now + self.connect_timeout_seconds
+        # Not the reactor's time: a probe may be the first thing that happens in a minute.
+        until = trio.current_time() + self.connect_timeout_seconds
         WorkerChannel(self, sock, until).start(upstream)
 
     def close(self) -> None:

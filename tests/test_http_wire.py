@@ -1,0 +1,817 @@
+"""The wire to workers over the network in memory: every malformed answer, reuse, leaving, httpx."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+import httpx
+import pytest
+import trio
+from attrs import define, field
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from router.headers import Headers
+from router.reactor import Reactor
+from router.wires.client import PoolTransport
+from router.wires.http import HEAD_BYTES_MAX, LINGER_SECONDS, Pool, Upstream, WorkerChannel
+from tests.memory import MemoryNetwork, MemoryStream
+
+ADDRESS = ("10.0.0.1", 8000)
+OTHER = ("10.0.0.2", 8000)
+ASK = b"POST /v1/x HTTP/1.1\r\nhost: w\r\ncontent-length: 2\r\n\r\nhi"
+KEEP_ALIVE_SECONDS = 4.0
+CONNECT_SECONDS = 5.0
+
+Handler = Callable[[MemoryStream], Awaitable[None]]
+
+
+@pytest.fixture
+def autojump_clock() -> MockClock:
+    return MockClock(autojump_threshold=0)
+
+
+@define(eq=False)
+class Asked:
+    """Writes down what comes back of one request, and acts when it is told to."""
+
+    told: list[object] = field(factory=list)
+    body: bytes = b""
+    headers: Headers = field(factory=list)
+    upstream: Upstream | None = None
+    when: dict[str, Callable[[], None]] = field(factory=dict)
+    #: Why it broke, for people.
+    detail: str = ""
+
+    def _note(self, what: str, *more: object) -> None:
+        self.told.append((what, *more) if more else what)
+        self.when.get(what, lambda: None)()
+
+    def on_connected(self) -> None:
+        self._note("connected")
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.headers = headers
+        self._note("head", status)
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+        if self.told[-1] != "body":
+            self.told.append("body")
+        self.when.get("body", lambda: None)()
+
+    def on_end(self) -> None:
+        self._note("end")
+
+    def on_broken(self, detail: str, *, connecting: bool) -> None:
+        self.detail = detail
+        self._note("unreachable" if connecting else "broken")
+
+    def on_crash(self, error: Exception) -> None:
+        self._note("crash", error)
+
+
+@define(eq=False)
+class Wire:
+    """A pool over a network in memory."""
+
+    network: MemoryNetwork
+    reactor: Reactor
+    pool: Pool
+    bugs: list[Exception]
+
+    async def ask(self, request: bytes = ASK) -> Asked:
+        asked = self.send(request)
+        await wait_all_tasks_blocked()
+        return asked
+
+    def send(self, request: bytes = ASK, asked: Asked | None = None) -> Asked:
+        asked = asked or Asked()
+        asked.upstream = self.pool.send(request, asked)
+        return asked
+
+    @property
+    def open_channels(self) -> int:
+        return self.reactor.statistics()["channels"]
+
+
+@asynccontextmanager
+async def wired(engine: Handler | None, *, cuts: Random | None = None) -> AsyncIterator[Wire]:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery, cuts=cuts)
+        bugs: list[Exception] = []
+        reactor = Reactor(network, bugs.append)
+        if engine is not None:
+            network.engines[ADDRESS] = tolerant(engine)
+        nursery.start_soon(reactor.run)
+        await wait_all_tasks_blocked()
+        pool = Pool(
+            reactor=reactor,
+            authority=b"w",
+            base_path=b"",
+            addresses=lambda: [(socket.AF_INET, ADDRESS)],
+            tls=None,
+            connect_timeout_seconds=CONNECT_SECONDS,
+            keep_alive_seconds=KEEP_ALIVE_SECONDS,
+        )
+        yield Wire(network, reactor, pool, bugs)
+        pool.close()
+        nursery.cancel_scope.cancel()
+    assert bugs == []
+
+
+def tolerant(engine: Handler) -> Handler:
+    """An engine to which it does not matter when its client breaks the connection."""
+
+    async def handle(stream: MemoryStream) -> None:
+        try:
+            await engine(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+
+    return handle
+
+
+async def read_request(stream: MemoryStream) -> bytes:
+    """One request, or what came before the end."""
+    data = b""
+    while not data.endswith(ASK[-6:]):
+        more = await stream.receive_some()
+        if not more:
+            break
+        data += more
+    return data
+
+
+@define(eq=False)
+class Script:
+    """An engine that answers every request with these bytes, and may close after it."""
+
+    answer: bytes
+    closes: bool = False
+    requests: list[bytes] = field(factory=list)
+    connections: int = 0
+    streams: list[MemoryStream] = field(factory=list)
+
+    async def __call__(self, stream: MemoryStream) -> None:
+        self.connections += 1
+        self.streams.append(stream)
+        while (request := await read_request(stream)) != b"":
+            self.requests.append(request)
+            await stream.send_all(self.answer)
+            if self.closes:
+                stream.close()
+                return
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+#### good answers
+
+
+@pytest.mark.parametrize(
+    "answer, closes, keeps",
+    [
+        (OK, False, True),
+        (OK, True, False),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello", False, False),
+        (CHUNKED + b"5\r\nhello\r\n0\r\n\r\n", False, True),
+        (CHUNKED + b"2;x=y\r\nhe\r\n3\r\nllo\r\n0\r\nx-t: trailer\r\n\r\n", False, True),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello", True, False),
+        (b"HTTP/1.0 200 OK\r\n\r\nhello", True, False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nhello", False, False),
+        (
+            b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 5\r\n\r\nhello",
+            False,
+            True,
+        ),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, False, True),
+        (b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + OK, 0, True),
+        (b"HTTP/1.1 200\r\ncontent-length: 5\r\n\r\nhello", False, True),
+    ],
+)
+async def test_good_answers(answer: bytes, closes: bool, keeps: bool) -> None:
+    for cuts in (None, *(Random(seed) for seed in range(5))):
+        async with wired(Script(answer, closes), cuts=cuts) as wire:
+            asked = await wire.ask()
+
+            assert asked.told == ["connected", ("head", 200), "body", "end"]
+            assert asked.body == b"hello"
+            assert len(wire.pool.idle) == wire.open_channels == keeps
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        CHUNKED + b"0\r\n\r\n",
+    ],
+)
+async def test_answers_without_a_body(answer: bytes) -> None:
+    async with wired(Script(answer)) as wire:
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", ("head", int(answer[9:12])), "end"]
+        assert len(wire.pool.idle) == 1
+
+
+async def test_headers_are_told_in_lower_case_and_in_order() -> None:
+    answer = b"HTTP/1.1 429 Slow\r\nRetry-After: 3\r\nX-A: b\r\nX-A: c\r\nContent-Length: 0\r\n\r\n"
+    async with wired(Script(answer)) as wire:
+        asked = await wire.ask()
+
+        assert asked.headers == [
+            (b"retry-after", b"3"),
+            (b"x-a", b"b"),
+            (b"x-a", b"c"),
+            (b"content-length", b"0"),
+        ]
+
+
+#### answers that are none
+
+MALFORMED = {
+    "nothing": (b"", True),
+    "no HTTP": (b"hello\r\n\r\n", False),
+    "TLS": (b"\x15\x03\x01\x00\x02\x02\x46", False),
+    "half a status line": (b"HTTP/1.1 2", True),
+    "a status that is no number": (b"HTTP/1.1 OK\r\n\r\n", False),
+    "a status with two digits": (b"HTTP/1.1 20 OK\r\n\r\n", True),
+    "a status of zero": (b"HTTP/1.1 000 OK\r\ncontent-length: 0\r\n\r\n", False),
+    "another version": (b"HTTP/3.0 200 OK\r\ncontent-length: 0\r\n\r\n", False),
+    "half a head": (b"HTTP/1.1 200 OK\r\ncontent-le", True),
+    "a header without a colon": (b"HTTP/1.1 200 OK\r\nnonsense\r\n\r\n", False),
+    "a space in a header's name": (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", False),
+    "two lengths": (
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        False,
+    ),
+    "both framings": (
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        False,
+    ),
+    "a length that is no number": (b"HTTP/1.1 200 OK\r\ncontent-length: five\r\n\r\nhello", False),
+    "a negative length": (b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\nhello", False),
+    "a body that is too short": (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", True),
+    "a body that is too long": (OK + b"!", False),
+    "garbage behind the end": (OK + b"\x00\xff", False),
+    "another answer behind the end": (OK + OK, False),
+    "a bad chunk size": (CHUNKED + b"xyz\r\nhello\r\n0\r\n\r\n", False),
+    "a negative chunk size": (CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n", False),
+    "a huge chunk size": (CHUNKED + b"fffffffffffffffff\r\nhello", False),
+    "a chunk longer than it says": (CHUNKED + b"3\r\nhello\r\n0\r\n\r\n", False),
+    "a cut in a chunk": (CHUNKED + b"5\r\nhel", True),
+    "a cut between chunks": (CHUNKED + b"5\r\nhello\r\n", True),
+    "a cut in the last chunk": (CHUNKED + b"5\r\nhello\r\n0\r\n", True),
+    "garbage behind the last chunk": (CHUNKED + b"5\r\nhello\r\n0\r\n\r\nmore", False),
+    "a coding that is not known": (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nhello",
+        True,
+    ),
+    "a switch of protocols": (
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\nxx",
+        False,
+    ),
+    "continue and nothing more": (b"HTTP/1.1 100 Continue\r\n\r\n", True),
+    "a head without end": (b"HTTP/1.1 200 OK\r\n" + b"x: yyyyyyyy\r\n" * 40_000, False),
+    "a header without end": (b"HTTP/1.1 200 OK\r\nx: " + b"y" * HEAD_BYTES_MAX * 2, False),
+    "a trailer without end": (CHUNKED + b"0\r\nx: " + b"y" * HEAD_BYTES_MAX * 2, False),
+}
+
+
+@pytest.mark.parametrize("answer, closes", MALFORMED.values(), ids=MALFORMED)
+async def test_a_malformed_answer_is_a_break_and_its_connection_is_closed(
+    answer: bytes, closes: bool
+) -> None:
+    small = len(answer) < 1000
+    for cuts in (None, *(Random(seed) for seed in range(6 if small else 0))):
+        async with wired(Script(answer, closes), cuts=cuts) as wire:
+            asked = await wire.ask()
+
+            assert asked.told[-1] == "broken" or _ended_before(asked, wire), (asked.told, cuts)
+            assert asked.told.count("broken") + asked.told.count("end") == 1
+            assert asked.detail or asked.told[-1] == "end"
+            assert wire.pool.idle == []
+            assert wire.open_channels == 0
+            assert asked.upstream is not None
+            assert asked.upstream.channel is None
+
+
+def _ended_before(asked: Asked, wire: Wire) -> bool:
+    """A whole answer was read before the garbage behind it came, as with two requests."""
+    return asked.told[-1] == "end" and asked.body == b"hello" and wire.network.cuts is not None
+
+
+async def test_a_reset_is_a_break() -> None:
+    async def engine(stream: MemoryStream) -> None:
+        await read_request(stream)
+        await stream.send_all(CHUNKED + b"5\r\nhello\r\n")
+        await wait_all_tasks_blocked()
+        stream.reset()
+
+    async with wired(engine) as wire:
+        asked = wire.send()
+        await wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
+
+        assert asked.told == ["connected", ("head", 200), "body", "broken"]
+
+
+async def test_a_reset_does_not_end_a_body_that_ends_with_the_connection() -> None:
+    async def engine(stream: MemoryStream) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\n\r\nhello")
+        await wait_all_tasks_blocked()
+        stream.reset()
+
+    async with wired(engine) as wire:
+        asked = wire.send()
+        await wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
+
+        assert asked.told[-1] == "broken"
+
+
+#### connecting
+
+
+async def test_a_refused_connection_is_unreachable() -> None:
+    async with wired(None) as wire:
+        asked = await wire.ask()
+
+        assert asked.told == ["unreachable"]
+        assert wire.open_channels == 0
+
+
+async def test_a_host_without_an_address_is_unreachable_at_once() -> None:
+    async with wired(None) as wire:
+        wire.pool.addresses = list
+        assert wire.send().told == ["unreachable"]
+
+
+async def test_a_connection_that_is_not_made_in_time_is_unreachable(
+    autojump_clock: MockClock,
+) -> None:
+    async with wired(None) as wire:
+        wire.network.silent.add(ADDRESS)
+        asked = await wire.ask()
+        await trio.sleep(CONNECT_SECONDS - 0.1)
+        assert asked.told == []
+        await trio.sleep(0.2)
+
+        assert asked.told == ["unreachable"]
+        assert wire.open_channels == 0
+
+
+async def test_a_connection_has_all_its_time_also_after_a_long_silence(
+    autojump_clock: MockClock,
+) -> None:
+    """A probe may be the first thing that happens in a minute."""
+    async with wired(None) as wire:
+        wire.network.silent.add(ADDRESS)
+        await trio.sleep(60)
+        asked = await wire.ask()
+        await trio.sleep(CONNECT_SECONDS - 0.1)
+        assert asked.told == []
+        await trio.sleep(0.2)
+
+        assert asked.told == ["unreachable"]
+
+
+async def test_the_next_attempt_takes_the_next_address() -> None:
+    async with wired(None) as wire:
+        wire.network.engines[OTHER] = Script(OK)
+        wire.pool.addresses = lambda: [(socket.AF_INET, ADDRESS), (socket.AF_INET, OTHER)]
+
+        told = [(await wire.ask()).told[-1] for _ in range(2)]
+
+        assert told == ["unreachable", "end"]
+
+
+#### reuse
+
+
+async def test_a_connection_is_used_again_and_the_last_one_first() -> None:
+    script = Script(OK)
+    async with wired(script) as wire:
+        first, second = wire.send(), wire.send()
+        await wait_all_tasks_blocked()
+        assert script.connections == 2
+        last = wire.pool.idle[-1]
+
+        third = wire.send()
+        assert third.upstream is not None
+        assert third.upstream.channel is last
+        await wait_all_tasks_blocked()
+
+        assert [asked.told[-1] for asked in (first, second, third)] == ["end"] * 3
+        assert script.connections == 2
+
+
+async def test_an_idle_connection_is_closed_before_the_engine_closes_it(
+    autojump_clock: MockClock,
+) -> None:
+    script = Script(OK)
+    async with wired(script) as wire:
+        await wire.ask()
+        await trio.sleep(KEEP_ALIVE_SECONDS - 0.1)
+        assert len(wire.pool.idle) == 1
+        await trio.sleep(0.2)
+
+        assert wire.pool.idle == []
+        assert script.streams[0].incoming.ended
+        assert KEEP_ALIVE_SECONDS < 5  # uvicorn's
+
+
+async def test_an_idle_connection_that_was_used_meanwhile_has_its_time_anew(
+    autojump_clock: MockClock,
+) -> None:
+    async with wired(Script(OK)) as wire:
+        for _ in range(5):
+            await wire.ask()
+            await trio.sleep(KEEP_ALIVE_SECONDS - 0.5)
+        assert len(wire.pool.idle) == 1
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 408 Request Timeout\r\n\r\n", b"x"])
+async def test_an_idle_connection_that_the_engine_ends_or_breaks_is_dropped(says: bytes) -> None:
+    script = Script(OK)
+    async with wired(script) as wire:
+        await wire.ask()
+        if says:
+            await script.streams[0].send_all(says)
+        else:
+            script.streams[0].close()
+        await wait_all_tasks_blocked()
+
+        assert wire.pool.idle == []
+        assert wire.open_channels == 0
+
+
+async def test_a_connection_that_was_closed_this_very_moment_is_not_used(
+    autojump_clock: MockClock,
+) -> None:
+    """The reactor has not heard of it yet: one look before reuse."""
+    script = Script(OK)
+    async with wired(script) as wire:
+        await wire.ask()
+        await trio.sleep(1)
+        wire.reactor.turn()
+        script.streams[0].close()
+
+        asked = await wire.ask()
+
+        assert asked.told[-1] == "end"
+        assert script.connections == 2
+        assert len(script.requests) == 2
+
+
+class ClosesOnReuse(Script):
+    """Reads the second request on a connection, says `parting`, and closes (complaint C8)."""
+
+    parting: bytes = b""
+    by_reset: bool = False
+
+    async def __call__(self, stream: MemoryStream) -> None:
+        self.connections += 1
+        self.requests.append(await read_request(stream))
+        await stream.send_all(self.answer)
+        if more := await read_request(stream):
+            self.requests.append(more)
+            await stream.send_all(self.parting)
+            stream.reset() if self.by_reset else stream.close()
+
+
+@pytest.mark.parametrize("by_reset", [False, True])
+async def test_a_reused_connection_that_closes_without_a_byte_is_replaced_once(
+    by_reset: bool,
+) -> None:
+    script = ClosesOnReuse(OK)
+    script.by_reset = by_reset
+    async with wired(script) as wire:
+        await wire.ask()
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", "connected", ("head", 200), "body", "end"]
+        assert script.connections == 2
+        assert script.requests == [ASK] * 3
+
+
+async def test_a_reused_connection_that_closes_after_a_byte_is_a_break() -> None:
+    script = ClosesOnReuse(OK)
+    script.parting = b"H"
+    async with wired(script) as wire:
+        await wire.ask()
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", "broken"]
+        assert script.connections == 1
+
+
+async def test_a_fresh_connection_that_closes_without_a_byte_is_a_break() -> None:
+    script = Script(b"", closes=True)
+    async with wired(script) as wire:
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", "broken"]
+        assert script.connections == 1
+
+
+async def test_a_replacement_is_not_replaced_again() -> None:
+    connections = 0
+
+    async def engine(stream: MemoryStream) -> None:
+        nonlocal connections
+        connections += 1
+        await read_request(stream)
+        if connections == 1:
+            await stream.send_all(OK)
+            await read_request(stream)
+        stream.close()
+
+    async with wired(engine) as wire:
+        await wire.ask()
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", "connected", "broken"]
+        assert connections == 2
+
+
+async def test_a_replacement_that_cannot_connect_is_unreachable() -> None:
+    script = ClosesOnReuse(OK)
+    async with wired(script) as wire:
+        await wire.ask()
+        del wire.network.engines[ADDRESS]
+        asked = await wire.ask()
+
+        assert asked.told == ["connected", "unreachable"]
+
+
+async def test_without_keep_alive_no_connection_is_kept() -> None:
+    script = Script(OK)
+    async with wired(script) as wire:
+        wire.pool.keep_alive_seconds = 0
+        await wire.ask()
+        await wire.ask()
+
+        assert script.connections == 2
+        assert wire.open_channels == 0
+
+
+async def test_a_connection_whose_request_was_not_fully_taken_is_not_kept() -> None:
+    async def engine(stream: MemoryStream) -> None:
+        await stream.receive_some(100)
+        await stream.send_all(OK)
+        await trio.sleep_forever()
+
+    async with wired(engine) as wire:
+        asked = await wire.ask(ASK + b"x" * 200_000)
+
+        assert asked.told[-1] == "end"
+        assert wire.open_channels == 0
+
+
+#### letting go
+
+
+async def test_closing_frees_the_engine_at_once_and_nothing_is_told_afterwards() -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n")
+    async with wired(script) as wire:
+        asked = await wire.ask()
+        assert asked.upstream is not None
+        asked.upstream.close()
+        asked.upstream.close()
+        await wait_all_tasks_blocked()
+
+        assert asked.told == ["connected", ("head", 200), "body"]
+        assert script.streams[0].incoming.ended
+        assert wire.open_channels == 0
+
+
+@pytest.mark.parametrize("moment", ["connected", "head", "body", "end"])
+async def test_closing_in_a_callback_is_the_last_thing_that_is_told(moment: str) -> None:
+    async with wired(Script(OK)) as wire:
+        asked = Asked()
+
+        def close() -> None:
+            assert asked.upstream is not None
+            asked.upstream.close()
+
+        asked.when[moment] = close
+        wire.send(ASK, asked)
+        await wait_all_tasks_blocked()
+
+        last = asked.told[-1]
+        assert (last if isinstance(last, str) else last[0]) == moment  # type: ignore[index]
+        assert wire.open_channels == len(wire.pool.idle) == (moment == "end")
+
+
+async def test_leaving_keeps_the_connection_when_the_end_comes(autojump_clock: MockClock) -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n")
+    async with wired(script) as wire:
+        asked = await wire.ask()
+        assert asked.upstream is not None
+        asked.upstream.leave()
+        await trio.sleep(LINGER_SECONDS / 2)
+        await script.streams[0].send_all(b"1\r\n!\r\n0\r\n\r\n")
+        await wait_all_tasks_blocked()
+
+        assert asked.told == ["connected", ("head", 200), "body"]
+        assert len(wire.pool.idle) == 1
+        await trio.sleep(2)
+        assert len(wire.pool.idle) == 1  # the lingering is over
+
+
+async def test_leaving_closes_the_connection_when_no_end_comes(autojump_clock: MockClock) -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n")
+    async with wired(script) as wire:
+        asked = await wire.ask()
+        assert asked.upstream is not None
+        asked.upstream.leave()
+        await trio.sleep(LINGER_SECONDS + 0.1)
+
+        assert wire.open_channels == 0
+
+
+async def test_leaving_in_a_callback_whose_read_brought_the_end_keeps_the_connection() -> None:
+    for answer in (OK, CHUNKED + b"5\r\nhello\r\n0\r\n\r\n"):
+        async with wired(Script(answer)) as wire:
+            asked = Asked()
+
+            def leave(asked: Asked = asked) -> None:
+                assert asked.upstream is not None
+                asked.upstream.leave()
+
+            asked.when["body"] = leave
+            wire.send(ASK, asked)
+            await wait_all_tasks_blocked()
+
+            assert asked.told == ["connected", ("head", 200), "body"]
+            assert len(wire.pool.idle) == wire.open_channels == 1
+            assert (await wire.ask()).told[-1] == "end"
+
+
+async def test_leaving_where_garbage_follows_closes_the_connection() -> None:
+    async with wired(Script(OK + b"garbage")) as wire:
+        asked = Asked()
+
+        def leave() -> None:
+            assert asked.upstream is not None
+            asked.upstream.leave()
+
+        asked.when["body"] = leave
+        wire.send(ASK, asked)
+        await wait_all_tasks_blocked()
+
+        assert asked.told == ["connected", ("head", 200), "body"]
+        assert wire.pool.idle == []
+        assert wire.open_channels == 0
+
+
+async def test_a_paused_answer_is_held_back_and_loses_nothing() -> None:
+    body = bytes(range(256)) * 1000
+
+    async def engine(stream: MemoryStream) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+        sent.set()
+        stream.close()
+
+    sent = trio.Event()
+    async with wired(engine) as wire:
+        asked = Asked()
+
+        def pause() -> None:
+            assert asked.upstream is not None
+            asked.upstream.pause()
+
+        asked.when["body"] = pause
+        wire.send(ASK, asked)
+        rounds = 0
+        while asked.told[-1:] != ["end"]:
+            await wait_all_tasks_blocked()
+            assert asked.upstream is not None
+            asked.upstream.resume()
+            rounds += 1
+            assert rounds < 20
+            if rounds == 1:
+                assert not sent.is_set()
+
+        assert asked.body == body
+        assert rounds > 2
+
+
+@pytest.mark.parametrize("moment", ["connected", "head", "body", "end", "broken", "unreachable"])
+async def test_a_crash_in_any_callback_is_told_to_the_owner(moment: str) -> None:
+    engine = {"broken": Script(b"", closes=True), "unreachable": None}.get(moment, Script(OK))
+    async with wired(engine) as wire:
+        asked = Asked()
+        error = ZeroDivisionError(moment)
+
+        def crash() -> None:
+            raise error
+
+        asked.when[moment] = crash
+        wire.send(ASK, asked)
+        await wait_all_tasks_blocked()
+
+        assert asked.told[-1] == ("crash", error)
+        assert wire.open_channels == len(wire.pool.idle) == 0
+
+
+async def test_closing_the_pool_closes_what_is_idle() -> None:
+    async with wired(Script(OK)) as wire:
+        wire.send()
+        wire.send()
+        await wait_all_tasks_blocked()
+        assert all(isinstance(channel, WorkerChannel) for channel in wire.pool.idle)
+        wire.pool.close()
+
+        assert wire.open_channels == 0
+        assert not wire.network.open_sockets
+
+
+#### httpx over the pool
+
+
+def client(wire: Wire) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        transport=PoolTransport(lambda url: wire.pool if url.host == "w" else None)
+    )
+
+
+async def test_httpx_speaks_over_the_pool() -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")
+    async with wired(script) as wire, client(wire) as http:
+        for _ in range(2):
+            response = await http.post("http://w/v1/x?a=b", content=b"\r\n\r\nhi")
+
+            assert (response.status_code, response.text) == (200, "hello")
+        assert script.connections == 1
+        assert script.requests[0].startswith(b"POST /v1/x?a=b HTTP/1.1\r\nHost: w\r\n")
+        assert script.requests[0].endswith(b"Content-Length: 6\r\n\r\n\r\n\r\nhi")
+
+
+async def test_httpx_has_the_head_before_the_body_and_may_stop_there() -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n")
+    async with wired(script) as wire, client(wire) as http:
+        async with http.stream("POST", "http://w/", content=b"\r\n\r\nhi") as response:
+            assert response.status_code == 200
+        await wait_all_tasks_blocked()
+
+        assert script.streams[0].incoming.ended
+        assert wire.open_channels == 0
+
+
+async def test_httpx_hears_of_every_kind_of_failure(autojump_clock: MockClock) -> None:
+    async def fetch(engine: Handler | None, error: type[Exception]) -> None:
+        async with wired(engine) as wire, client(wire) as http:
+            with pytest.raises(error):
+                await http.post("http://w/", content=b"\r\n\r\nhi", timeout=3)
+            await wait_all_tasks_blocked()
+            assert wire.open_channels == 0
+
+    await fetch(None, httpx.ConnectError)
+    await fetch(Script(b"nonsense"), httpx.RemoteProtocolError)
+    await fetch(Script(CHUNKED + b"5\r\nhel", closes=True), httpx.RemoteProtocolError)
+    await fetch(Script(b""), httpx.ReadTimeout)
+
+
+async def test_httpx_knows_only_workers() -> None:
+    async with wired(None) as wire, client(wire) as http:
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await http.get("http://elsewhere/")
+
+
+async def test_cancelling_httpx_closes_the_connection(autojump_clock: MockClock) -> None:
+    script = Script(b"")
+    async with wired(script) as wire, client(wire) as http:
+        with trio.move_on_after(2):
+            await http.post("http://w/", content=b"\r\n\r\nhi", timeout=None)
+        await wait_all_tasks_blocked()
+
+        assert script.streams[0].incoming.ended
+        assert wire.open_channels == 0
+
+
+async def test_httpx_holds_back_an_engine_that_is_not_read() -> None:
+    body = b"x" * 2_000_000
+    sent = trio.Event()
+
+    async def engine(stream: MemoryStream) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+        sent.set()
+        stream.close()
+
+    async with wired(engine) as wire, client(wire) as http:
+        async with http.stream("POST", "http://w/", content=b"\r\n\r\nhi") as response:
+            await wait_all_tasks_blocked()
+            assert not sent.is_set()
+            assert await response.aread() == body
