@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from router.openai import Judge
 from router.relay import Ending, StreamRelay, WholeAnswer
 
 TRACES = Path(__file__).parent / "traces"
@@ -31,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def relayed(*pieces: bytes, family: str = "openai") -> tuple[list[bytes], StreamRelay]:
-    relay = StreamRelay(family)
+    relay = StreamRelay(Judge(family))
     return [relay.feed(piece) for piece in pieces], relay
 
 
@@ -60,7 +61,7 @@ def test_once_released_comments_go_through_at_once() -> None:
 
 
 def test_progress_is_an_event_with_data() -> None:
-    relay = StreamRelay("openai")
+    relay = StreamRelay(Judge("openai"))
     seen = []
     for piece in (PING, ROLE, A[:3], A[3:], PING, FINISH, DONE):
         relay.feed(piece)
@@ -151,7 +152,7 @@ def test_what_a_clean_end_without_done_means(pieces: list[bytes], ending: Ending
 
 
 def test_a_finish_that_was_never_delivered_is_no_finish() -> None:
-    relay = StreamRelay("openai")
+    relay = StreamRelay(Judge("openai"))
 
     assert relay.feed(FINISH[:-1]) == b""
     relay.finish()
@@ -207,7 +208,7 @@ def test_recorded_streams_cut_anywhere_are_forwarded_up_to_their_honest_end(trac
     expected = ENDINGS.get(trace.stem, Ending.WELL)
 
     for size in (1, 7, 1000):
-        relay = StreamRelay("openai")
+        relay = StreamRelay(Judge("openai"))
         pieces = [stream[i : i + size] for i in range(0, len(stream), size)]
         forward = b"".join([relay.feed(piece) for piece in pieces])
         relay.finish()
