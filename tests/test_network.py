@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
 
 import pytest
 import trio
@@ -29,43 +28,10 @@ from router.sockets import (
     TcpSocket,
 )
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.peers import Peer, TcpPeer
 
 #: More than both ends of a connection hold.
 BIG = 16 * 1024 * 1024
-
-
-class Peer(Protocol):
-    """The other end of a connection, as a client or an engine holds it."""
-
-    async def send_all(self, data: bytes) -> None: ...
-    async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
-    async def send_eof(self) -> None: ...
-    async def aclose(self) -> None: ...
-    def reset(self) -> None: ...
-
-
-@define(eq=False)
-class TcpPeer:
-    """A Trio stream over TCP that can be reset."""
-
-    stream: trio.SocketStream
-
-    async def send_all(self, data: bytes) -> None:
-        await self.stream.send_all(data)
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return bytes(await self.stream.receive_some(max_bytes))
-
-    async def send_eof(self) -> None:
-        await self.stream.send_eof()
-
-    async def aclose(self) -> None:
-        await self.stream.aclose()
-
-    def reset(self) -> None:
-        linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
-        self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        self.stream.socket.close()
 
 
 @define(eq=False)
