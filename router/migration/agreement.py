@@ -3,8 +3,8 @@
 Ids run ahead of text: vLLM holds back what could become a stop string and both engines hold back
 an unfinished character, but the ids are reported at once. A continuation from all ids loses what
 was held; one from the middle of a character makes vLLM repeat the whole prompt and SGLang drop the
-character (recorded). Where single events prove the place (see `proves`), `seek` answers at once;
-else it asks a worker of the same model to detokenize, and gives up rather than guess.
+character (recorded). Where an event proves the place (one id, and all of its text), `seek` answers
+at once; else it asks a worker of the same model to detokenize, and gives up rather than guess.
 """
 
 from __future__ import annotations
@@ -114,20 +114,16 @@ def seek(record: Record) -> Inquiry | Agreed | Disagreed:
     return Inquiry(record, tuple(_context(record)), low=min(low, count), high=count)
 
 
-def proves(engine: str, text: str, ids: int) -> bool:
-    """Whether an event with this text and this many ids shows that nothing is held back.
+def releases_all(text: str) -> bool:
+    """Whether the text of one id shows that SGLang holds nothing of it back.
 
-    With one id and some text: vLLM decodes token by token and releases all or nothing. SGLang
-    releases a part before an unfinished character where that part ends in a space or in a Chinese
-    character, so that such an end proves nothing. No engine that holds back for stop strings or a
-    parser is asked this way.
+    It releases the part before an unfinished character where that part ends in a space or in a
+    Chinese character, so that such an end proves nothing. vLLM releases all of a token or nothing.
     """
-    if ids != 1 or not text:
-        return False
-    if engine == "vllm":
-        return True
     last = text[-1]
-    return last != " " and not (last >= "\u2e80" and unicodedata.category(last) == "Lo")
+    if last < "\u2e80":
+        return last != " "
+    return unicodedata.category(last) != "Lo"
 
 
 #### what is sent and read

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.migration.agreement import proves
+from router.migration.agreement import releases_all
 from router.migration.asking import Asking
 from router.migration.chunks import (
     ABSENT,
@@ -47,6 +47,7 @@ class Attempt(Judge):
         "_expected",
         "_is_chat",
         "_is_fresh",
+        "_is_vllm",
         "_proves",
         "_unproven",
         "asking",
@@ -90,8 +91,9 @@ class Attempt(Judge):
         #: Ids of this attempt.
         self._counted = 0
         self._is_chat = record.shape.endpoint == "chat"
+        self._is_vllm = engine == "vllm"
         # vLLM holds text back while there are stop strings; SGLang holds ids and text together.
-        self._proves = engine != "vllm" or not record.shape.stops
+        self._proves = not self._is_vllm or not record.shape.stops
 
     def read(self, event: bytes) -> Sign:
         """What this complete raw event means; what to forward of it is in `forward`."""
@@ -107,6 +109,9 @@ class Attempt(Judge):
             return self._read_leniently(event)
         except (msgspec.DecodeError, RecursionError):
             return self._meet_unreadable()
+        choices = chunk.choices
+        if choices is not None and len(choices) == 1 and chunk.error is ABSENT:
+            return self._read_choice(event, data, chunk, choices[0])
         return self._read_typed(event, data, chunk)
 
     def _read_typed(self, event: bytes, data: bytes, chunk: Chunk) -> Sign:
@@ -190,15 +195,16 @@ class Attempt(Judge):
             if record.is_kept:
                 record.pieces.append(text)
                 record.text_length += len(text)
-                if record.is_exact and ids is not None and self._proves:
-                    self._compare(text, len(ids))
+                if ids is not None and len(ids) == 1 and self._proves and record.is_exact:
+                    self._compare(text)
         if record.tokens > record.room and record.is_kept:
             record.outgrow()
         return skip
 
-    def _compare(self, text: str, ids: int) -> None:
+    def _compare(self, text: str) -> None:
+        """One id and some text: with nothing held back, ids and text agree here."""
         record = self.record
-        if not record.has_parser and proves(self.engine, text, ids):
+        if not record.has_parser and (self._is_vllm or releases_all(text)):
             record.agreed_ids = len(record.ids)
             record.agreed_text = record.text_length
 
@@ -206,29 +212,28 @@ class Attempt(Judge):
         self, event: bytes, data: bytes, chunk: Chunk, choice: Choice, has_more: bool
     ) -> None:
         """Leave in `forward` what the client is to see of an event of the first attempt."""
-        record, delta = self.record, choice.delta
+        record, delta, asking = self.record, choice.delta, self.asking
         if record.shape.asks_logprobs:
             self._keep_logprobs(data)
-        if delta is not None and delta.role is not None:
-            record.roles.add(choice.index)
-        if self.asking.ids:
-            if _is_swallowed(choice) and not has_more:
+        if delta is not None:
+            if delta.role is not None:
+                record.roles.add(choice.index)
+            elif asking.ids and delta.content is None and not has_more and _is_swallowed(choice):
                 self.forward = b""
                 return
+        if asking.ids:
             event = self._without_ids(event, chunk, choice)
-        if self.asking.usage and chunk.usage is not None:
-            event = strip_usage(event, to_null=self.engine == "sglang" and not self._is_chat)
+        if asking.usage and chunk.usage is not None:
+            event = strip_usage(event, to_null=not self._is_vllm and not self._is_chat)
         self.forward = event
 
     def _without_ids(self, event: bytes, chunk: Chunk, choice: Choice) -> bytes:
-        has_prompt = (choice.prompt_token_ids or chunk.prompt_token_ids) is not None
-        if choice.token_ids is None and not has_prompt:
+        if choice.prompt_token_ids is not None or chunk.prompt_token_ids is not None:
+            return strip_ids_slowly(event, to_null=self._is_vllm)
+        if choice.token_ids is None:
             return event
-        to_null = self.engine == "vllm"
-        stripped = strip_ids(event, to_null=to_null)
-        if stripped is event or has_prompt:
-            return strip_ids_slowly(stripped, to_null=to_null)
-        return stripped
+        stripped = strip_ids(event, to_null=self._is_vllm)
+        return stripped if stripped is not event else strip_ids_slowly(event, to_null=self._is_vllm)
 
     def _cross(
         self, seam: Seam, event: bytes, data: bytes, chunk: Chunk, choice: Choice, skip: int
@@ -370,7 +375,7 @@ class Attempt(Judge):
         if self.seam is not None:
             self.forward = self.seam.rewrite(event, data, skip=0)
         elif self.asking.ids:
-            self.forward = strip_ids_slowly(event, to_null=self.engine == "vllm")
+            self.forward = strip_ids_slowly(event, to_null=self._is_vllm)
         record.has_content |= has_content
         self.events += has_content
         return Sign.CONTENT if has_content else Sign.PREAMBLE
@@ -434,7 +439,7 @@ class Attempt(Judge):
 
     def _read_leniently(self, event: bytes) -> Sign:
         """A chunk that does not fit: malformed ids are thrown away whole, else it is unreadable."""
-        cleaned = strip_ids_slowly(event, to_null=self.engine == "vllm")
+        cleaned = strip_ids_slowly(event, to_null=self._is_vllm)
         data = data_of(cleaned) or b""
         try:
             chunk = CHUNK.decode(data)
@@ -451,11 +456,4 @@ class Attempt(Judge):
 
 def _is_swallowed(choice: Choice) -> bool:
     """vLLM sends chunks with an empty delta only to those who asked for ids."""
-    delta = choice.delta
-    return (
-        delta is not None
-        and delta.content is None
-        and delta.role is None
-        and choice.token_ids is not None
-        and not choice.finish_reason
-    )
+    return choice.token_ids is not None and not choice.finish_reason

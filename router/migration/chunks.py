@@ -65,9 +65,8 @@ _ENCODER = msgspec.json.Encoder()
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TOKEN_IDS = b',"token_ids":['
-_PROMPT_IDS = b',"prompt_token_ids":['
-#: The last member of a chunk, as both engines write it when usage comes with every chunk.
-_LAST_USAGE = re.compile(rb',"usage":\{(?:[^{}]|\{[^{}]*\})*\}(?=\}\n\n\Z)')
+_TO_VALUE = len(_TOKEN_IDS) - 1
+_USAGE = b',"usage":'
 
 
 def is_empty(value: msgspec.Raw) -> bool:
@@ -126,22 +125,17 @@ def with_data(event: bytes, data: bytes) -> bytes:
 
 
 def strip_ids(event: bytes, *, to_null: bool) -> bytes:
-    """The event without token ids.
+    """The event without the ids of its one choice; the event itself where they are not found.
 
     vLLM writes `null` where it was not asked for them, SGLang leaves the members out.
     """
-    for mark in (_TOKEN_IDS, _PROMPT_IDS):
-        start = event.find(mark)
-        if start < 0:
-            continue
-        end = event.index(b"]", start) + 1
-        if event.find(mark, end) >= 0:
-            return strip_ids_slowly(event, to_null=to_null)
-        if to_null:
-            event = b"%bnull%b" % (event[: start + len(mark) - 1], event[end:])
-        else:
-            event = event[:start] + event[end:]
-    return event
+    start = event.rfind(_TOKEN_IDS)
+    if start < 0 or event.find(_TOKEN_IDS, 0, start) >= 0:
+        return event
+    end = event.index(b"]", start) + 1
+    if to_null:
+        return b"%bnull%b" % (event[: start + _TO_VALUE], event[end:])
+    return event[:start] + event[end:]
 
 
 def strip_ids_slowly(event: bytes, *, to_null: bool) -> bytes:
@@ -163,11 +157,9 @@ def strip_ids_slowly(event: bytes, *, to_null: bool) -> bytes:
 
 def strip_usage(event: bytes, *, to_null: bool) -> bytes:
     """The event without usage; SGLang's completions write `null` where it was not asked for."""
-    place = event.rfind(b',"usage":{')
-    found = _LAST_USAGE.match(event, place) if place >= 0 else None
-    if found is not None:
-        rest = b',"usage":null}\n\n' if to_null else b"}\n\n"
-        return event[:place] + rest
+    place = event.rfind(_USAGE)
+    if place >= 0 and event.endswith(b"}}\n\n") and _is_object(event[place + len(_USAGE) : -3]):
+        return event[:place] + (b',"usage":null}\n\n' if to_null else b"}\n\n")
     chunk = decode(data_of(event) or b"")
     if chunk is None or chunk.get("usage") is None:
         return event
@@ -176,3 +168,8 @@ def strip_usage(event: bytes, *, to_null: bool) -> bytes:
     else:
         del chunk["usage"]
     return with_data(event, encode(chunk))
+
+
+def _is_object(text: bytes) -> bool:
+    """Whether a text that begins and ends like an object is one, and not several members."""
+    return text.startswith(b"{") and (text.count(b"{") == 1 or decode(text) is not None)
