@@ -145,7 +145,8 @@ class CallReader:
         """Answer so after the calls before it: the framing can no longer be trusted."""
         self.is_refused = True
         self.reading = Reading.NOTHING
-        self.calls.append(Call(refusal=refusal))
+        # With what was read of its headers: even this answer has a request id.
+        self.calls.append(Call(refusal=refusal, headers=self._call.headers))
 
     # What httptools reports
 

@@ -140,7 +140,7 @@ class Serving:
                 if self.house.state is not RouterState.SERVING:
                     call.keep_alive = False  # so that a drain is not held up by idle clients
                 if call.refusal is not None:
-                    channel.refuse(call.refusal)
+                    channel.refuse(call.refusal, request_id_of(call.headers))
                     channel.finish_call()
                 elif call.wants_websocket and call.path == WATCH_PATH and self.may_watch(call):
                     stream, unread = channel.take_over()

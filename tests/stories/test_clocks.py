@@ -170,6 +170,7 @@ def test_limits_of_0_are_off() -> None:
         "first_token_timeout_secs": 0.0,
         "stream_idle_timeout_secs": 0.0,
         "request_timeout_secs": 0.0,
+        "suspect_idle_secs": 0.0,
     }
     silences = "pause,at=head,seconds=1000;pause,after_events=4,seconds=1000"
 
