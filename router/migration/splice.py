@@ -40,7 +40,7 @@ def edit(text: bytes, changes: Mapping[str, bytes | None]) -> bytes:
     if spans is None or any(value is None for value in changes.values()):
         return _assemble(members, changes)
     added = b"".join(
-        b',"%b":%b' % (name.encode(), value)
+        b",%b:%b" % (msgspec.json.encode(name), value)
         for name, value in changes.items()
         if name not in spans and value is not None
     )

@@ -1,0 +1,163 @@
+"""Where ids and text agree: proved event by event, or asked; never guessed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.migration.agreement import (
+    Agreed,
+    Disagreed,
+    Inquiry,
+    question_body,
+    read_answer,
+    releases_all,
+    seek,
+)
+from router.migration.asking import Asking
+from router.migration.attempt import Attempt
+from router.migration.record import Record
+from router.migration.shape import examine
+
+#: A vocabulary: ids to bytes.
+WORDS = {1: b"<p>", 2: b"a", 3: b"b", 4: b" c", 5: b"\xf0\x9f", 6: b"\x99", 7: b"\x82", 8: b"EN"}
+WORDS |= {9: b"", 10: b"<tool", 11: b"_call>"}
+
+
+def text_of(ids: tuple[int, ...] | list[int]) -> str:
+    return b"".join(WORDS[id_] for id_ in ids).decode("utf-8", "replace")
+
+
+def event(text: str | None, *ids: int, prompt: list[int] | None = None) -> bytes:
+    delta = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": ids}
+    chunk = {"id": "x", "choices": [choice], "prompt_token_ids": prompt}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def recorded(*events: bytes, engine: str = "vllm", **more: object) -> Record:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 50} | more
+    record = Record(examine(json.dumps(body).encode(), "chat"))
+    attempt = Attempt(record, engine, Asking(ids=True))
+    attempt.read(event("", prompt=[1]))
+    for one in events:
+        attempt.read(one)
+    return record
+
+
+def found(record: Record) -> tuple[Agreed | Disagreed, int]:
+    """Where they agree, and how many questions it took."""
+    place, asked = seek(record), 0
+    while isinstance(place, Inquiry):
+        asked += 1
+        place = place.answer(text_of(place.tokens))
+    return place, asked
+
+
+def test_one_id_with_text_proves_the_place() -> None:
+    assert found(recorded(event("a", 2), event("b", 3))) == (Agreed(2), 0)
+
+
+def test_case_21_ids_without_text_at_the_end_are_rolled_back() -> None:
+    assert found(recorded(event("a", 2), event("", 5), event("", 6))) == (Agreed(1), 0)
+
+
+def test_case_28_several_ids_in_an_event_have_to_be_asked_for() -> None:
+    assert found(recorded(event("ab", 2, 3))) == (Agreed(2), 2)
+
+
+def test_an_unfinished_character_after_text_in_one_event_is_found() -> None:
+    assert found(recorded(event("a", 2, 5, 6))) == (Agreed(1), 4)
+
+
+def test_a_finished_character_is_carried() -> None:
+    assert found(recorded(event("a🙂", 2, 5, 6, 7))) == (Agreed(4), 2)
+
+
+def test_case_22_text_held_for_a_stop_string_is_found() -> None:
+    record = recorded(event("", 2), event("", 3), event("a", 4), stop=["xyz"])
+
+    assert found(record) == (Agreed(3, "b c"), 2)
+
+
+def test_held_text_that_ends_inside_a_character_is_carried_up_to_it() -> None:
+    record = recorded(event("", 2), event("a", 3), event("", 5), event("", 6), stop=["xyz"])
+
+    assert found(record) == (Agreed(2, "b"), 4)
+
+
+def test_a_parsers_leavings_are_not_shown() -> None:
+    record = recorded(event("a", 2), event("b", 3), event(None, 10), tools=[{"type": "function"}])
+
+    assert found(record)[0] == Agreed(2)
+
+
+def test_swallowed_tokens_reveal_a_parser() -> None:
+    record = recorded(event("a", 2), event(None, 9), event("b", 3), event("", 10), event("", 11))
+
+    assert record.has_parser
+    assert found(record)[0] == Agreed(3)
+
+
+@pytest.mark.parametrize("length", range(1, 40))
+def test_the_place_is_found_in_few_questions(length: int) -> None:
+    events = [event("ab" * length, *[2, 3] * length), event(None, *[10] * 30)]
+
+    place, asked = found(recorded(*events))
+
+    assert place == Agreed(2 * length)
+    assert asked < 12
+
+
+def test_text_that_the_ids_do_not_give_is_no_agreement() -> None:
+    assert found(recorded(event("aX", 2, 3)))[0] == Disagreed()
+
+
+def test_no_answer_is_no_agreement() -> None:
+    place = seek(recorded(event("ab", 2, 3)))
+
+    assert isinstance(place, Inquiry)
+    assert place.answer(None) == Disagreed()
+    assert isinstance(then := place.answer("<p>"), Inquiry)
+    assert then.answer("something else") == Disagreed()
+
+
+def test_case_24_without_all_ids_there_is_none() -> None:
+    record = recorded(event("a", 2))
+    record.lose_exactness()
+
+    assert seek(record) == Disagreed()
+
+
+def test_case_26_without_prompt_ids_there_is_none() -> None:
+    record = recorded(event("a", 2))
+    record.prompt_ids = None
+
+    assert seek(record) == Disagreed()
+
+
+@pytest.mark.parametrize(
+    "text, is_proof",
+    [("a", True), ("a ", False), (" a", True), ("中", False), ("é", True), ("🙂", True)],
+)
+def test_what_sglang_may_hold_back_is_no_proof(text: str, is_proof: bool) -> None:
+    assert releases_all(text) is is_proof
+
+
+def test_sglang_is_asked_where_an_event_proves_nothing() -> None:
+    record = recorded(event("a ", 2), engine="sglang")
+
+    assert isinstance(seek(record), Inquiry)
+
+
+def test_the_wire_form() -> None:
+    place = seek(recorded(event("ab", 2, 3)))
+
+    assert isinstance(place, Inquiry)
+    assert json.loads(question_body(place, "m")) == {"model": "m", "tokens": [1]}
+    assert json.loads(question_body(place, None)) == {"tokens": [1]}
+    assert read_answer(b'{"prompt":"a"}') == "a"
+    assert read_answer(b'{"text":""}') == ""
+    assert read_answer(b'{"detail":"Not Found"}') is None
+    assert read_answer(b"no") is None
