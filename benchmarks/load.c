@@ -40,7 +40,8 @@ struct histogram {
 
 static struct histogram latency, first_token;
 static struct {
-    long requests, tokens, errors, bytes;
+    long answers, errors; /* from the start */
+    long requests, tokens, bytes; /* in the window */
 } seen;
 
 static int epoll_fd, port;
@@ -104,6 +105,7 @@ static void dial(struct connection *c) {
 
 static void answered(struct connection *c, bool whole, bool reusable) {
     bool good = whole && c->status == 200 && (!streams || (c->finished && c->done));
+    seen.answers++;
     if (!good) seen.errors++;
     if (measuring) seen.requests++;
     if (!streams) record(&latency, c->sent_at, now_ns());
@@ -240,10 +242,11 @@ static void run(struct connection *all, int count, int64_t from, int64_t ramp, i
 }
 
 static void report(double seconds) {
-    printf("{\"seconds\":%.4f,\"requests\":%ld,\"tokens\":%ld,\"errors\":%ld,\"bytes\":%ld,"
-           "\"p50\":%ld,\"p99\":%ld,\"p999\":%ld,\"first_p50\":%ld,\"first_p99\":%ld}\n",
-           seconds, seen.requests, seen.tokens, seen.errors, seen.bytes, percentile(&latency, .5),
-           percentile(&latency, .99), percentile(&latency, .999), percentile(&first_token, .5),
+    printf("{\"seconds\":%.4f,\"answers\":%ld,\"errors\":%ld,", seconds, seen.answers, seen.errors);
+    printf("\"requests\":%ld,\"tokens\":%ld,\"bytes\":%ld,", seen.requests, seen.tokens, seen.bytes);
+    printf("\"p50\":%ld,\"p99\":%ld,\"p999\":%ld,", percentile(&latency, .5), percentile(&latency, .99),
+           percentile(&latency, .999));
+    printf("\"first_p50\":%ld,\"first_p99\":%ld}\n", percentile(&first_token, .5),
            percentile(&first_token, .99));
 }
 

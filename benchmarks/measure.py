@@ -30,16 +30,20 @@ PATIENCE_SECONDS = 30.0
 
 
 class MeasurementFailed(Exception):
-    """The candidate did not start, or died under the load; says where its log is."""
+    """The candidate did not start, died or answered nothing; says where its log is."""
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What the load client prints; latencies in microseconds."""
+    """What the load client prints; latencies in microseconds.
+
+    Answers and errors are counted from the start, all else in the window.
+    """
 
     seconds: float
+    answers: int
+    errors: int
     requests: int
     tokens: int
-    errors: int
     bytes: int
     p50: int
     p99: int
@@ -90,6 +94,8 @@ def measure(candidate: Candidate, case: Case, *, seconds: float, nice: int, logs
         time.sleep(SETTLE_SECONDS)
         idle = usage(session)
         counts, opened, closed = _load(port, case, session, seconds, nice, log)
+    if counts.requests + counts.tokens == 0:
+        raise MeasurementFailed(f"{counts.errors} errors and nothing else; see {log}")
     return _sample(candidate, case, counts, idle, opened, closed)
 
 

@@ -147,7 +147,7 @@ def _errors(rounds: Sequence[Round], candidates: Sequence[str], cases: Sequence[
     for name in candidates:
         for case in cases:
             errors = sum(_values(rounds, name, case, lambda s: s.counts.errors))
-            total = sum(_values(rounds, name, case, lambda s: s.counts.requests))
+            total = sum(_values(rounds, name, case, lambda s: s.counts.answers))
             if errors:
                 rows.append([name, case.name, f"{errors:.0f}", f"{total:.0f}"])
     return rows
