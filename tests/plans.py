@@ -21,6 +21,8 @@ class Engine:
     model: str = "tiny"
     #: More options of the worker, as they may follow its URL.
     options: str = ""
+    #: A timetable instead of a pace and of faults; see tests/scripted.py.
+    script: str = ""
 
 
 @frozen

@@ -28,6 +28,7 @@ from tests.memory import MemoryNetwork, MemoryStream
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
 from tests.promises import check, everything_is_given_back, watch_scopes
+from tests.scripted import ScriptedEngine
 
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
 
@@ -84,17 +85,19 @@ class _Run:
 async def _run(plan: Plan) -> Outcome:
     with trio.fail_after(GIVE_UP_SECONDS):
         async with trio.open_nursery() as world:
-            run = _prepare(world, plan)
+            run = await _prepare(world, plan)
             outcome = await _run_to_its_end(run)
             world.cancel_scope.cancel(reason="the run is over")
     return outcome
 
 
-def _prepare(world: trio.Nursery, plan: Plan) -> _Run:
+async def _prepare(world: trio.Nursery, plan: Plan) -> _Run:
     random.seed(plan.luck)
     cuts = None if plan.cuts is None else random.Random(plan.cuts)
     network = MemoryNetwork(world, cuts, plan.pipe_bytes)
-    engines = [_start_engine(network, number, each) for number, each in enumerate(plan.engines)]
+    engines = [
+        await _start_engine(network, number, each, plan) for number, each in enumerate(plan.engines)
+    ]
     log = Lines()
     logs = configure(format="json", level="info")
     logs.writer = log
@@ -173,10 +176,17 @@ def _make_engine(engine: Engine, name: str) -> SimEngine:
     )
 
 
-def _start_engine(network: MemoryNetwork, number: int, engine: Engine) -> SimEngine:
+async def _start_engine(
+    network: MemoryNetwork, number: int, engine: Engine, plan: Plan
+) -> SimEngine:
     sim = _make_engine(engine, worker_id(number))
     network.engines[HOST, 9000 + number] = sim.serve_connection
     network.refuses[HOST, 9000 + number] = lambda: sim.is_refusing
+    if engine.script:
+        healthy = attrs.evolve(engine, script="", token_seconds=0.0, first_token_seconds=0.0)
+        answer = await _ask_directly(healthy, plan.clients[0])
+        scripted = ScriptedEngine(sim, engine.script, plan.begin, answer)
+        network.engines[HOST, 9000 + number] = scripted.serve_connection
     return sim
 
 

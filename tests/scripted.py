@@ -1,0 +1,109 @@
+"""An engine that says the right thing at chosen moments, for plans that permute moments.
+
+The simulated engine has a pace; this one has a timetable, in seconds after the plan's begin:
+`event@3,cut@5` sends one more event at 3 and closes the connection at 5. What it says is what the
+simulated engine of its kind says to the same request. A moment that has passed when a request
+comes is now.
+"""
+
+from __future__ import annotations
+
+import h11
+import trio
+from attrs import define
+
+from router.sim.engine import SimEngine
+from router.sim.wire import chunk, head
+from tests.memory import MemoryStream
+from tests.outcome import Got
+
+READ_BYTES = 65536
+STREAM_HEAD = head(
+    200,
+    [("content-type", "text/event-stream; charset=utf-8"), ("transfer-encoding", "chunked")],
+    0.0,
+)
+#: Its steps: only the head; one more event; all the others and a clean end; the connection closed;
+#: an error as the answer.
+STEPS = ("head", "event", "rest", "cut", "error")
+
+
+@define(eq=False)
+class ScriptedEngine:
+    """Answers probes like its simulated twin, and work by its timetable."""
+
+    twin: SimEngine
+    script: str
+    begin: float
+    #: The answer to be given, found out before the run.
+    answer: Got
+
+    async def serve_connection(self, stream: MemoryStream) -> None:
+        """Serve HTTP/1.1 until either side ends it."""
+        try:
+            while (request := await self._read(stream)) is not None:
+                if request.method == b"GET":
+                    await self._answer_probe(stream, request)
+                else:
+                    await self._play(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
+            pass
+        finally:
+            stream.close()
+
+    async def _read(self, stream: MemoryStream) -> h11.Request | None:
+        connection, request = h11.Connection(h11.SERVER), None
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await stream.receive_some(READ_BYTES))
+            elif isinstance(event, h11.Request):
+                request = event
+            elif isinstance(event, h11.EndOfMessage):
+                return request
+            elif isinstance(event, h11.ConnectionClosed):
+                return None
+
+    async def _answer_probe(self, stream: MemoryStream, request: h11.Request) -> None:
+        path = request.target.decode()
+        reply = self.twin.dialect.fixed("GET", path, b"", self.twin.situation())
+        lines = [("content-type", "application/json"), ("content-length", str(len(reply.body)))]
+        await stream.send_all(head(reply.status, lines, 0.0) + reply.body)
+
+    async def _play(self, stream: MemoryStream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch, stream, nursery.cancel_scope)
+            await self._play_steps(stream)
+            nursery.cancel_scope.cancel(reason="answered")
+
+    async def _play_steps(self, stream: MemoryStream) -> None:
+        events = [b"data: " + data + b"\n\n" for data in self.answer.events]
+        is_begun = False
+        for step in self.script.split(","):
+            name, _, moment = step.partition("@")
+            await trio.sleep_until(self.begin + float(moment))
+            if name == "cut":
+                stream.close()
+                return
+            if name == "error":
+                error = self.twin.dialect.error(500, "scripted")
+                lines = [("content-length", str(len(error.body)))]
+                await stream.send_all(head(500, lines, 0.0) + error.body)
+                return
+            said, events = (events, []) if name == "rest" else (events[:1], events[1:])
+            body = b"" if name == "head" else b"".join(map(chunk, said))
+            end = b"0\r\n\r\n" if name == "rest" else b""
+            await stream.send_all((b"" if is_begun else STREAM_HEAD) + body + end)
+            is_begun = True
+            if name == "rest":
+                return
+        await trio.sleep_forever()
+
+
+async def _watch(stream: MemoryStream, scope: trio.CancelScope) -> None:
+    try:
+        while await stream.receive_some(READ_BYTES):
+            pass
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        pass
+    scope.cancel(reason="the router left")
