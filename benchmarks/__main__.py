@@ -4,63 +4,58 @@ Within a round every case visits all candidates one after the other, so that a c
 machine's mood hits neighbours alike; the order turns by one with every round.
 """
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import attrs
-import cyclopts
 import msgspec
 
 from benchmarks import tables, tools
-from benchmarks.candidates import DEFAULT_CANDIDATES, Candidate, chosen, install
-from benchmarks.cases import DEFAULT_CASES, Case, named
-from benchmarks.measure import MeasurementFailed, measure
+from benchmarks.candidates import CANDIDATES, DEFAULT_CANDIDATES, Candidate, chosen, install
+from benchmarks.cases import CASES, DEFAULT_CASES, Case, named
+from benchmarks.measure import LOAD_CORE, MeasurementFailed, measure
 
 GATE_UNARY, GATE_EVENTS, GATE_STREAM_BYTES = 1.2, 1.3, 30_000
 
-app = cyclopts.App(name="python -m benchmarks", help="Baton beside other routers, one core each.")
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Baton beside other routers, one core each; see benchmarks/README.md.",
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=3, help="how often everything is measured (3)")
+    add("--seconds", type=float, default=4, help="how long each measurement's window is (4)")
+    add(
+        "--only",
+        nargs="+",
+        metavar="CASE",
+        default=DEFAULT_CASES,
+        help=f"of {', '.join(case.name for case in CASES)}; all but unary32k by default",
+    )
+    add(
+        "--candidates",
+        nargs="+",
+        metavar="NAME[=COMMAND]",
+        default=DEFAULT_CANDIDATES,
+        help=f"of {', '.join(known.name for known in CANDIDATES)}, or NAME=COMMAND with {{port}},"
+        " {workers}, {metrics_port} and {python} in it; the first four by default",
+    )
+    add("--nice", type=int, default=0, help="priority of all processes; below 0 needs rights")
+    add("--json", type=Path, metavar="FILE", help="write every sample there")
+    add("--gate", action="store_true", help="exit 1 when Baton exceeds its share of vllm-router's")
+    return parser
 
 
-@app.default
-def main(
-    *,
-    rounds: int = 3,
-    seconds: float = 4.0,
-    only: Annotated[tuple[str, ...], cyclopts.Parameter(consume_multiple=True)] = DEFAULT_CASES,
-    candidates: Annotated[
-        tuple[str, ...], cyclopts.Parameter(consume_multiple=True)
-    ] = DEFAULT_CANDIDATES,
-    nice: int = 0,
-    json_file: Annotated[Path | None, cyclopts.Parameter(name="--json")] = None,
-    gate: bool = False,
-) -> int:
-    """Measures every candidate under every case and prints the tables.
-
-    Parameters
-    ----------
-    rounds
-        How often everything is measured.
-    seconds
-        How long each measurement's window is.
-    only
-        Cases to run: unary, unary32k, p128, p1000, s128, flat, churn (see README.md).
-    candidates
-        Names (direct, pass-through, baton, vllm-router, sglang-router, smg), or NAME=COMMAND with
-        {port}, {metrics_port}, {workers} and {python} in it.
-    nice
-        Priority of all processes that are started; below 0 needs rights and is skipped without.
-    json_file
-        Also write every sample there.
-    gate
-        Exit 1 when Baton costs more than the limits allow against vllm-router.
-    """
+def main() -> int:
+    given = options().parse_args()
     try:
-        cases = [named(name) for name in only]
-        field = [chosen(text) for text in candidates]
+        cases = [named(name) for name in given.only]
+        field = [chosen(text) for text in given.candidates]
         for program in ("worker", "load"):
             tools.build(program)
     except (KeyError, tools.NoCompiler) as problem:
@@ -69,13 +64,14 @@ def main(
         return _refuse("two cores are needed: one for the candidate, one for workers and clients")
     for candidate in field:
         install(candidate)
-    os.sched_setaffinity(0, {1})
-    done = [_round(number, field, cases, seconds, nice) for number in range(rounds)]
+    os.sched_setaffinity(0, {LOAD_CORE})
+    window = given.seconds
+    done = [_round(number, field, cases, window, given.nice) for number in range(given.rounds)]
     names = [candidate.name for candidate in field]
     print(tables.render(done, names, [case.name for case in cases]))
-    if json_file is not None:
-        _write(json_file, done)
-    return _judge(done, cases) if gate else 0
+    if given.json is not None:
+        _write(given.json, done)
+    return _judge(done, cases) if given.gate else 0
 
 
 def _refuse(text: str) -> int:
@@ -124,4 +120,4 @@ def _judge(rounds: Sequence[tables.Round], cases: Sequence[Case]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    sys.exit(main())
