@@ -10,32 +10,28 @@ from __future__ import annotations
 
 import msgspec
 
-from router.migration.agreement import releases_all
 from router.migration.asking import Asking
 from router.migration.chunks import (
     ABSENT,
     CHUNK,
     Choice,
     Chunk,
-    Delta,
     Usage,
-    choices_of,
-    decode,
     has_other_content,
-    is_empty,
     strip_ids,
     strip_ids_slowly,
     strip_usage,
 )
 from router.migration.closing import DONE, usage_event
+from router.migration.noting import Noting
 from router.migration.poison import Poison
 from router.migration.record import Record
-from router.migration.seam import Seam, head_of
-from router.openai import LYING_FINISHES, Judge, Sign
+from router.migration.seam import Seam
+from router.openai import LYING_FINISHES, Sign
 from router.sse import data_of
 
 
-class Attempt(Judge):
+class Attempt(Noting):
     """The first attempt of a record, or with a `seam` one that goes on with it.
 
     `expected`: ids that the engine has to report as its prompt, or how many; else it worked from
@@ -43,20 +39,12 @@ class Attempt(Judge):
     """
 
     __slots__ = (
-        "_counted",
         "_expected",
-        "_is_chat",
-        "_is_fresh",
-        "_is_vllm",
-        "_proves",
         "_unproven",
         "asking",
-        "base",
-        "engine",
         "forward",
         "is_cut_short",
         "is_unfaithful",
-        "record",
         "seam",
     )
 
@@ -70,9 +58,7 @@ class Attempt(Judge):
         expected: list[int] | int | None = None,
         is_fresh: bool = True,
     ) -> None:
-        super().__init__("openai")
-        self.record = record
-        self.engine = engine
+        super().__init__(record, engine, is_fresh=is_fresh)
         self.asking = asking
         self.seam = seam
         #: What to send to the client for the event that was read last.
@@ -81,19 +67,9 @@ class Attempt(Judge):
         self.is_cut_short = False
         #: The worker did not go on with what it was sent; the same form is not to be tried again.
         self.is_unfaithful = False
-        #: Tokens before this attempt.
-        self.base = record.tokens
         self._expected = expected
         #: A finish that came before the worker told its prompt.
         self._unproven: tuple[bytes, bytes, Chunk] | None = None
-        #: The prompt that the worker reports is the client's.
-        self._is_fresh = is_fresh
-        #: Ids of this attempt.
-        self._counted = 0
-        self._is_chat = record.shape.endpoint == "chat"
-        self._is_vllm = engine == "vllm"
-        # vLLM holds text back while there are stop strings; SGLang holds ids and text together.
-        self._proves = not self._is_vllm or not record.shape.stops
 
     def read(self, event: bytes) -> Sign:
         """What this complete raw event means; what to forward of it is in `forward`."""
@@ -169,52 +145,13 @@ class Attempt(Judge):
         self.events += 1
         return Sign.DONE if self.is_cut_short else Sign.CONTENT
 
-    def _note(self, chunk: Chunk, choice: Choice, text: str | None) -> int:
-        """Keep what a continuation needs. How many of the ids the client has already, or -1."""
-        record, ids, usage, skip = self.record, choice.token_ids, chunk.usage, 0
-        prompt = choice.prompt_token_ids
-        if prompt is not None or chunk.prompt_token_ids is not None:
-            self._take_prompt(prompt or chunk.prompt_token_ids or [])
-            if self.seam is None:
-                record.prompts_given.add(choice.index if prompt is not None else -1)
-        if ids is not None:
-            if record.replay and (skip := self._repeated(ids)) < 0:
-                return skip
-            self._counted += len(ids)
-            record.tokens = self.base + self._counted
-            if record.is_exact:
-                record.ids += ids
-        if usage is not None:
-            self._take_usage(usage, has_ids=ids is not None)
-        if choice.index:
-            record.spoil(Poison.SEVERAL_CHOICES)
-        if text:
-            if ids is None:
-                self._meet_text_without_ids(is_counted=usage is not None)
-            record.tokens_at_text = record.tokens
-            if record.is_kept:
-                record.pieces.append(text)
-                record.text_length += len(text)
-                if ids is not None and len(ids) == 1 and self._proves and record.is_exact:
-                    self._compare(text)
-        if record.tokens > record.room and record.is_kept:
-            record.outgrow()
-        return skip
-
-    def _compare(self, text: str) -> None:
-        """One id and some text: with nothing held back, ids and text agree here."""
-        record = self.record
-        if not record.has_parser and (self._is_vllm or releases_all(text)):
-            record.agreed_ids = len(record.ids)
-            record.agreed_text = record.text_length
-
     def _prepare(
         self, event: bytes, data: bytes, chunk: Chunk, choice: Choice, has_more: bool
     ) -> None:
         """Leave in `forward` what the client is to see of an event of the first attempt."""
         record, delta, asking = self.record, choice.delta, self.asking
-        if record.shape.asks_logprobs:
-            self._keep_logprobs(data)
+        if record.shape.shows_tokens:
+            self._keep_shown(data, chunk, choice)
         if delta is not None:
             if delta.role is not None:
                 record.roles.add(choice.index)
@@ -261,74 +198,6 @@ class Attempt(Judge):
             record.finish = "stop"
             self.forward += usage_event(record) + DONE
 
-    #### what one chunk brings
-
-    def _meet_first(self, event: bytes, data: bytes) -> None:
-        record = self.record
-        record.first, record.head, record.engine = data, head_of(event), self.engine
-
-    def _take_prompt(self, prompt: list[int]) -> None:
-        record = self.record
-        if self._is_fresh:
-            record.learn_prompt(len(prompt))
-        if record.prompt_ids is None and record.is_exact:
-            record.prompt_ids = prompt
-
-    def _take_usage(self, usage: Usage, *, has_ids: bool) -> None:
-        record, mine = self.record, usage.completion_tokens
-        if self._is_fresh and usage.prompt_tokens is not None:
-            record.learn_prompt(usage.prompt_tokens)
-            if not is_empty(usage.prompt_tokens_details):
-                record.prompt_details = bytes(usage.prompt_tokens_details)
-        if mine is None:
-            return
-        if not has_ids:
-            record.tokens = self.base + mine
-        elif mine != self._counted and record.is_exact:
-            record.lose_exactness()  # tokens were swallowed whose ids nobody told
-
-    def _meet_text_without_ids(self, *, is_counted: bool) -> None:
-        record, shape = self.record, self.record.shape
-        if record.is_exact:
-            record.lose_exactness()
-        if not is_counted:
-            record.tokens += 1
-            if shape.budget is not None or shape.min_tokens or shape.asks_usage:
-                record.spoil(Poison.UNCOUNTED)
-
-    def _look_closer(self, data: bytes, delta: Delta, ids: list[int] | None) -> bool:
-        """Whether a delta holds more than text, which nobody can continue."""
-        record = self.record
-        if delta.reasoning or delta.reasoning_content:
-            record.spoil(Poison.REASONING)
-        elif not is_empty(delta.tool_calls):
-            record.spoil(Poison.TOOL_CALL)
-        elif has_other_content(data):
-            record.spoil(Poison.OTHER_CONTENT)
-        else:
-            if ids and delta.content is None:
-                record.has_parser = True
-            return False
-        return True
-
-    def _meet_finish(self, finish: str, data: bytes, chunk: Chunk, choice: Choice) -> None:
-        record = self.record
-        record.finish = finish
-        if self._is_chat and choice.token_ids is None and chunk.usage is None:
-            # SGLang's finish has no usage; the token that stopped it is counted in the last chunk.
-            found = choices_of(decode(data) or {})
-            if found and type(found[0].get("matched_stop")) is int:
-                record.tokens += 1
-
-    def _repeated(self, ids: list[int]) -> int:
-        """How many of these ids the client has already; -1 where others had to come."""
-        replay = self.record.replay
-        count = min(len(ids), len(replay))
-        if ids[:count] != replay[:count]:
-            return -1
-        del replay[:count]
-        return count
-
     def _is_faithful(self, chunk: Chunk, choice: Choice) -> bool:
         """Whether the worker's prompt is what it was sent; true while it has not told."""
         expected = self._expected
@@ -345,6 +214,15 @@ class Attempt(Judge):
             return True  # token ids as a prompt are no extension: every engine takes them
         content = choice.text or (choice.delta is not None and choice.delta.content)
         return not (content or choice.finish_reason or choice.token_ids)
+
+    def _keep_shown(self, data: bytes, chunk: Chunk, choice: Choice) -> None:
+        """Remember what the client was shown of tokens."""
+        if self.record.shape.asks_logprobs:
+            self._keep_logprobs(data)
+        if choice.prompt_token_ids is not None:
+            self.record.prompts_given.add(choice.index)
+        elif chunk.prompt_token_ids is not None:
+            self.record.prompts_given.add(-1)
 
     def _keep_logprobs(self, data: bytes) -> None:
         if b'"text_offset":[' in data and b'"text_offset":[]' not in data:
@@ -389,12 +267,11 @@ class Attempt(Judge):
         if record.first is None and chunk.choices is not None:
             self._meet_first(event, data)
         if usage is not None:
-            self.prompt_tokens, self.completion_tokens = (
-                usage.prompt_tokens,
-                usage.completion_tokens,
-            )
             if record.poison is None:
                 self._take_usage(usage, has_ids=self._counted > 0)
+            mine = usage.completion_tokens
+            self.prompt_tokens = record.prompt_tokens or usage.prompt_tokens
+            self.completion_tokens = None if mine is None else self.base + mine
         if self._unproven is not None and usage is not None:
             return self._prove(self._unproven, event, data, usage)
         if self.seam is not None:

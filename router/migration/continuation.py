@@ -161,8 +161,7 @@ def _spent(record: Record, agreed: Agreed | Disagreed) -> CompletedLocally | Non
     """The end, where every token of the answer is here and only the engine's word is missing."""
     shape = record.shape
     if not isinstance(agreed, Agreed):
-        rest = record.rest()
-        if rest is None or rest > 0 or record.is_exact:
+        if shape.budget is None or shape.budget > record.tokens_at_text:
             return None
         return CompletedLocally("budget_spent", close(record, "length"))
     is_whole = agreed.ids == len(record.ids)

@@ -152,7 +152,7 @@ class Record:
         else:
             self.tokens_shown = max(self.tokens_shown, self.tokens)
             self.tokens = self.tokens_at_text
-        self.ids, self.prompt_ids, self.is_exact = [], None, True
+        self.ids, self.prompt_ids, self.is_exact = [], None, self.is_kept
         self.text_base = self.agreed_text = self.text_length
         self.agreed_ids = 0
 
@@ -161,7 +161,7 @@ class Record:
         if self.shape.shows_tokens:
             self.replay = self.ids + self.replay
         self.tokens_shown = max(self.tokens_shown, self.tokens)
-        self.ids, self.prompt_ids, self.is_exact = [], None, True
+        self.ids, self.prompt_ids, self.is_exact = [], None, self.is_kept
         self.tokens = self.tokens_at_text = 0
         self.has_parser = self.shape.has_tools
 
