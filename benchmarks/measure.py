@@ -64,6 +64,8 @@ class Sample:
     """CPU microseconds per operation (a unary request or a streamed event)."""
     cpu_share: float
     """Of one core, over the window."""
+    waited_share: float
+    """Of the window, spent ready to run while somebody else had the core."""
     system_share: float
     """Of the CPU time, spent in the kernel."""
     idle_bytes: int
@@ -176,6 +178,7 @@ def _sample(
         per_second=operations / counts.seconds,
         cpu_us=cpu_ns / 1000 / max(operations, 1),
         cpu_share=cpu_ns / 1e9 / counts.seconds,
+        waited_share=(closed.waited_ns - opened.waited_ns) / 1e9 / counts.seconds,
         system_share=system / max(ticks, 1),
         idle_bytes=idle.resident_bytes,
         loaded_bytes=closed.resident_bytes,

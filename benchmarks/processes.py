@@ -25,6 +25,8 @@ class Usage:
     """What a session of processes has used so far."""
 
     cpu_ns: int
+    waited_ns: int
+    """Ready to run, but somebody else had the core."""
     user_ticks: int
     system_ticks: int
     resident_bytes: int
@@ -83,7 +85,7 @@ def _close(pipe: IO[str] | None) -> None:
 
 def usage(session: int) -> Usage:
     """Sums over the session's processes; one that ends meanwhile counts as far as it was read."""
-    cpu_ns = user = system = resident = 0
+    cpu_ns = waited_ns = user = system = resident = 0
     for process in _members(session):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = _stat(process)
@@ -91,8 +93,10 @@ def usage(session: int) -> Usage:
             system += int(fields[12])
             resident += int((process / "statm").read_text().split()[1]) * PAGE_BYTES
             for thread in (process / "task").iterdir():
-                cpu_ns += int((thread / "schedstat").read_text().split()[0])
-    return Usage(cpu_ns, user, system, resident)
+                ran, waited, _ = (thread / "schedstat").read_text().split()
+                cpu_ns += int(ran)
+                waited_ns += int(waited)
+    return Usage(cpu_ns, waited_ns, user, system, resident)
 
 
 def _members(session: int) -> list[Path]:

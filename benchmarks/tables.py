@@ -27,6 +27,10 @@ def render(rounds: Sequence[Round], candidates: Sequence[str], cases: Sequence[s
             f"CPU against {REFERENCE}, median of the rounds' ratios",
             _ratios(rounds, candidates, chosen),
         ),
+        (
+            "Waited for its core, % of the time: beyond 5 don't trust",
+            _waits(rounds, candidates, chosen),
+        ),
         ("Kernel's share of the CPU time, %", _shares(rounds, candidates, chosen)),
         (f"Latency added to {DIRECT}, µs, p50 / p99 (medians)", _added(rounds, candidates, chosen)),
         ("Time to first event, µs, p50 / p99 (medians)", _first(rounds, candidates, chosen)),
@@ -90,6 +94,14 @@ def _ratios(rounds: Sequence[Round], candidates: Sequence[str], cases: Sequence[
 def _shares(rounds: Sequence[Round], candidates: Sequence[str], cases: Sequence[Case]) -> Rows:
     def cell(name: str, case: Case) -> str:
         value = _median(rounds, name, case, lambda s: s.system_share)
+        return "" if value is None else f"{value:.0%}"
+
+    return _grid(candidates, cases, cell)
+
+
+def _waits(rounds: Sequence[Round], candidates: Sequence[str], cases: Sequence[Case]) -> Rows:
+    def cell(name: str, case: Case) -> str:
+        value = _median(rounds, name, case, lambda s: s.waited_share)
         return "" if value is None else f"{value:.0%}"
 
     return _grid(candidates, cases, cell)
