@@ -13,7 +13,7 @@ from router.errors import Refusal, nest_error
 from router.headers import Headers
 from router.legs import Leg
 from router.openai import judge_answer
-from router.relay import DONE_EVENT, Ending, StreamRelay, WholeAnswer
+from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
 from router.unpacking import NotPacked, unpacker_of
 
@@ -44,6 +44,9 @@ class Exchange(Protocol):
     def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None: ...
     def complete(self, leg: Leg, leg_fact: str = ..., fact: str = ...) -> None: ...
     def meet_first_token(self, leg: Leg) -> None: ...
+    def meet_poison(self) -> None: ...
+    def refuse_unfaithful(self, leg: Leg) -> None: ...
+    def complete_locally(self, leg: Leg, leg_fact: str, fact: str, *, is_marked: bool) -> None: ...
     def pass_on(self, answering: Answering) -> None: ...
     def write(self, data: bytes) -> None: ...
     def write_last(self, data: bytes) -> None: ...
@@ -86,8 +89,11 @@ class StreamAnswering:
             exchange.fire("answered")
         if relay.ending is not None:
             self._end(leg, forward)
-        elif forward:
+            return
+        if forward:
             exchange.write(forward)
+        if relay.is_poisoned:
+            exchange.meet_poison()
 
     def end(self, leg: Leg) -> None:
         self._relay.finish()
@@ -104,6 +110,7 @@ class StreamAnswering:
         if ending is Ending.WELL:
             exchange.write_last(forward)
             self._count_tokens()
+            leg.has_rest = self._relay.is_cut_short
             exchange.complete(leg)
             return
         if forward:
@@ -112,6 +119,8 @@ class StreamAnswering:
             self._complete_locally(leg, "completed", "completed")
         elif ending is Ending.ERROR:
             self._meet_error_event(leg)
+        elif self._relay.is_unfaithful:
+            exchange.refuse_unfaithful(leg)
         else:
             exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
 
@@ -124,13 +133,12 @@ class StreamAnswering:
 
     def _complete_locally(self, leg: Leg, leg_fact: str, fact: str) -> None:
         """The finish is delivered and only `[DONE]` is missing: it is written here."""
-        self._exchange.write_last(DONE_EVENT if self._relay.judge.has_finish else b"")
         self._count_tokens()
-        self._exchange.complete(leg, leg_fact, fact)
+        is_marked = self._relay.judge.has_finish
+        self._exchange.complete_locally(leg, leg_fact, fact, is_marked=is_marked)
 
     def _count_tokens(self) -> None:
-        judge = self._relay.judge
-        self._exchange.count_tokens(judge.prompt_tokens, judge.completion_tokens)
+        self._exchange.count_tokens(*self._relay.tokens)
 
     def _meet_error_event(self, leg: Leg) -> None:
         relay = self._relay

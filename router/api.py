@@ -20,8 +20,9 @@ from router.headers import lines_of, request_id_of
 from router.metrics import Metrics
 from router.options import SettingsError
 from router.reactor import Reactor
+from router.routes import has_key, route_of
 from router.series import CONTENT_TYPE
-from router.serving import Serving, has_key, route_of
+from router.serving import Serving
 from router.ticket import Ticket
 from router.websocket import WATCH_PATH
 from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
@@ -54,6 +55,9 @@ class House(Protocol):
 
     state: RouterState
 
+    def drain_worker(self, worker: Worker, timeout_secs: float) -> None:
+        """Send it nothing new; after the window the streams that can move are moved."""
+
 
 class _Refused(Exception):
     def __init__(self, refusal: Refusal) -> None:
@@ -81,6 +85,7 @@ class Api:
         self._created = int(started_at)
         settings = serving.settings
         self._engine = settings.engine
+        self._drain_seconds = settings.drain_timeout_secs
         self._api_keys = settings.api_key
         self._admin_keys = () if settings.admin_key is None else (settings.admin_key,)
         worker = r"/v1/workers/(?P<id>.+)"
@@ -226,9 +231,13 @@ class Api:
         return 200, _JSON, _ENCODE(_show_worker(worker))
 
     def _drain_worker(self, call: Call, found: Mapping[str, str]) -> Reply:
-        _decode(call.body or b"{}", _Drain)
+        asked = _decode(call.body or b"{}", _Drain)
         worker = self._find(found["id"])
-        self._fleet.drain(worker.id)
+        window = asked.timeout_secs
+        if window is not None and not 0 <= window < float("inf"):
+            refusal = Refusal("bad_request", "The window is in seconds.", param="timeout_secs")
+            raise _Refused(refusal)
+        self._house.drain_worker(worker, self._drain_seconds if window is None else window)
         return 200, _JSON, _ENCODE(_show_worker(worker))
 
     def _find(self, worker_id: str) -> Worker:

@@ -30,6 +30,7 @@ from router.config import Settings
 from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
+from router.mover import Mover
 from router.probing import probe_forever
 from router.reactor import Listener, Reactor
 from router.serving import Serving
@@ -41,6 +42,7 @@ from router.wires.http import Pool
 from router.worker import Fleet, Worker
 from statemachines import ROUTER, Edge
 from statemachines.router import RouterState
+from statemachines.worker import WorkerState
 
 #: At the very end, how long clients may take to read their last bytes.
 FLUSH_SECONDS = 3.0
@@ -69,7 +71,7 @@ class App:
     serving: Serving = field(init=False)
     _api: Api = field(init=False)
     _pools: dict[Worker, Pool] = field(init=False, factory=dict)
-    _probe_client: httpx.AsyncClient = field(init=False)
+    _client: httpx.AsyncClient = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
     _limits: Limits = field(init=False)
     _front: trio.Nursery | None = field(init=False, default=None)
@@ -91,16 +93,21 @@ class App:
         self.fleet.on_joined.append(self._on_joined)
         self.fleet.on_left.append(self._on_left)
         self.listeners.append(booking.listener("router"))
+        chooser = make_chooser(settings.policy)
+        self._client = httpx.AsyncClient(
+            transport=PoolTransport(self._pool_of_url), timeout=None, trust_env=False
+        )
         self.serving = Serving(
             settings=settings,
             reactor=self.reactor,
             fleet=self.fleet,
-            chooser=make_chooser(settings.policy),
+            chooser=chooser,
             metrics=self.metrics,
             logs=self.logs,
             house=self,
             feed=self.feed,
             booking=booking,
+            mover=Mover(self.fleet, chooser, self._client),
         )
         self._api = Api(
             house=self,
@@ -116,9 +123,6 @@ class App:
             head_seconds=settings.header_timeout_secs,
             idle_seconds=settings.keep_alive_timeout_secs,
             stall_seconds=settings.client_stall_timeout_secs,
-        )
-        self._probe_client = httpx.AsyncClient(
-            transport=PoolTransport(self._pool_of_url), timeout=None, trust_env=False
         )
 
     # What others ask for
@@ -137,6 +141,19 @@ class App:
     def workers(self) -> Iterable[Worker]:
         """Workers of the fleet (for the metrics)."""
         return self.fleet.all()
+
+    def drain_worker(self, worker: Worker, timeout_secs: float) -> None:
+        """Send it nothing new; after the window the streams that can move are moved."""
+        self.fleet.drain(worker.id)
+        assert self._background_nursery is not None
+        self._background_nursery.start_soon(
+            self._in_background, self._hand_back_after, worker, timeout_secs
+        )
+
+    async def _hand_back_after(self, worker: Worker, seconds: float) -> None:
+        await trio.sleep(seconds)
+        if worker.state is WorkerState.DRAINING:
+            self.serving.hand_back(worker)
 
     def ask_to_stop(self) -> None:
         """The first time: drain. The second time: stop now."""
@@ -217,7 +234,7 @@ class App:
         self.metrics.worker_joined(worker.id, worker.role)
         assert self._background_nursery is not None
         self._background_nursery.start_soon(
-            self._in_background, probe_forever, worker, self._probe_client, self.settings
+            self._in_background, probe_forever, worker, self._client, self.settings
         )
 
     def _on_left(self, worker: Worker) -> None:

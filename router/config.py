@@ -361,8 +361,6 @@ NOT_YET = (
     NotYet("pd_protocol", "prefill/decode disaggregation"),
     NotYet("pd_max_retries", "prefill/decode disaggregation"),
     NotYet("policy", "this policy", ("prefix_affinity", "session_affinity")),
-    NotYet("migration_limit", "moving a running stream to another worker"),
-    NotYet("migration_max_tokens", "moving a running stream to another worker"),
     NotYet("nats", "NATS"),
     NotYet("nats_prefix", "NATS"),
     NotYet("nats_req_idle_timeout", "NATS"),

@@ -9,8 +9,9 @@ the client. It never decides what follows from a fact: the chart does, and the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
+import trio
 from attrs import define, field, frozen
 
 from router.answering import (
@@ -25,8 +26,10 @@ from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
-from router.openai import choices_asked
-from router.relay import StreamRelay
+from router.moving import Moving
+from router.openai import Judge, choices_asked
+from router.relay import DONE_EVENT, MovingRelay, StreamRelay
+from router.routes import Route
 from router.ticket import Failure, Ticket
 from statemachines import REQUEST, Edge
 from statemachines.leg import LegState
@@ -43,6 +46,12 @@ _LET_GO = {
 }
 #: How often a silent stream's worker is looked at again.
 _SUSPECT_AGAIN_SECONDS = 1.0
+#: Facts of a leg by which a request may have killed its worker.
+_DEATHS = frozenset({"broke", "erred", "lied"})
+#: The client has something, so that a lost leg is a break and not another try.
+_MOVABLE = frozenset({S.COMMITTED, S.STREAMING, S.POISONED, S.RESUMING})
+#: A leg in these states may be given back by its worker.
+_GIVEN_BACK_FROM = frozenset({LegState.WAITING, LegState.ANSWERING, LegState.STREAMING})
 _WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
 
 
@@ -57,12 +66,20 @@ class Deadlines:
     suspect_idle: float
 
 
-@frozen
-class Route:
-    """A path that is proxied: its metric label, and how its events are judged."""
+class Observer(Protocol):
+    """Who is told how a request goes, and books it."""
 
-    label: str
-    family: str
+    def conclude(self, exchange: Exchange) -> None:
+        """The request's machine has come to its end; called once."""
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A move has produced content."""
+
+    def poisoned(self, exchange: Exchange) -> None:
+        """The stream can no longer be continued elsewhere; called once."""
+
+    def completed_locally(self, reason: str) -> None:
+        """The end of a stream was written here."""
 
 
 @define(eq=False)
@@ -77,8 +94,7 @@ class Exchange:
     whole_bytes_max: int
     #: The client asked for a stream: then silence before the first event is judged, too.
     wants_stream: bool
-    #: Called once, when the request's machine has come to its end.
-    conclude: Callable[[Exchange], None]
+    observer: Observer
     leg: Leg | None = None
     #: The end of the wait under the admission cap, or None.
     queue_until: float | None = None
@@ -86,6 +102,9 @@ class Exchange:
     status: int = 0
     headers: Headers = field(factory=list)
     _answering: Answering | None = None
+    #: Cancels what the task does for the request outside the reactor, when the request ends.
+    asking: trio.CancelScope | None = None
+    _is_poison_told: bool = False
 
     @property
     def now(self) -> float:
@@ -112,7 +131,9 @@ class Exchange:
             if leg is not None:
                 leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
         if "request" in leaves:
-            self.conclude(self)
+            if self.asking is not None:
+                self.asking.cancel(reason="the request is over")
+            self.observer.conclude(self)
         else:
             self.channel.waker.wake()
 
@@ -153,7 +174,7 @@ class Exchange:
         if not 200 <= self.status < 300 or not kind.startswith(b"text/event-stream"):
             return WholeAnswering(self)
         leg.is_stream = True
-        streaming = StreamAnswering(self, StreamRelay(self.route.family))
+        streaming = StreamAnswering(self, self._make_relay())
         encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
         if encoding == b"identity":
             return streaming
@@ -161,13 +182,48 @@ class Exchange:
         self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
         return PackedAnswering(self, streaming, encoding)
 
+    def _make_relay(self) -> StreamRelay:
+        moving = self.ticket.moving
+        if moving is None or moving.attempt is None:
+            return StreamRelay(Judge(self.route.family))
+        return MovingRelay(moving.attempt, resumed=self.ticket.state is S.RESUMING)
+
     # What an answer needs
 
     def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None:
         """The leg ended badly: its own fact, then the request's."""
-        self.ticket.tried.add(leg.worker)
+        ticket, moving = self.ticket, self.ticket.moving
+        if fact != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
+            ticket.tried.add(leg.worker)
+            if moving is not None:
+                self._note_break(leg, moving, leg_fact)
+        elif moving is not None and ticket.state is S.RESUMING and not moving.can_rephrase:
+            moving.stuck = "rejected"
         leg.fire(leg_fact)
         self.fire(fact, failure)
+        if fact == "rejected" and moving is not None and ticket.state is S.MIGRATING:
+            moving.refuse_form()
+
+    def _note_break(self, leg: Leg, moving: Moving, leg_fact: str) -> None:
+        died = leg_fact in _DEATHS and leg.state is not LegState.CONNECTING
+        reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
+        if self.ticket.state in _MOVABLE:
+            moving.lose(leg.worker, last_event_at=leg.last_event_at, died=died, reason=reason)
+            if moving.can_migrate and leg.is_stream:
+                leg.stream_outcome = "migrated"
+
+    def refuse_unfaithful(self, leg: Leg) -> None:
+        """The worker went on with something else than it was sent: its form is not understood."""
+        self.lose(leg, "let_go", "rejected", Failure(broken()))
+
+    def hand_back(self, leg: Leg) -> None:
+        """The drain window of this leg's worker is over: a stream that can move goes elsewhere."""
+        can_move = self.ticket.moving is not None and (
+            self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
+        )
+        if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
+            refusal = Refusal("shutting_down", "The worker is shutting down.")
+            self.lose(leg, "handed_back", "handed_back", Failure(refusal))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""
@@ -179,9 +235,38 @@ class Exchange:
         """The first content of this attempt is about to be written."""
         if self.ticket.first_token_at is None:
             self.ticket.first_token_at = self.channel.reactor.now
+        is_resumed = self.ticket.state is S.RESUMING
         leg.fire("first_token")
         self.fire("first_token")
         self.channel.rearm()
+        if is_resumed:
+            self.observer.arrived(self)
+
+    def meet_poison(self) -> None:
+        """What was just read can no longer be continued elsewhere."""
+        if self._is_poison_told:
+            return
+        if self.ticket.state is S.STREAMING:
+            self.fire("unreplayable")
+        if self.ticket.state is S.POISONED:
+            self._is_poison_told = True
+            self.observer.poisoned(self)
+
+    def complete_locally(self, leg: Leg, leg_fact: str, fact: str, *, is_marked: bool) -> None:
+        """The finish is delivered; what is missing of the end is written here."""
+        moving = self.ticket.moving
+        if moving is not None:
+            self.write_last(moving.tail())
+        else:
+            self.write_last(DONE_EVENT if is_marked else b"")
+        self.observer.completed_locally("finish_seen")
+        self.complete(leg, leg_fact, fact)
+
+    def complete_without_leg(self, reason: str, tail: bytes) -> None:
+        """Between two workers it turned out that nothing was missing but the end."""
+        self.write_last(tail)
+        self.observer.completed_locally(reason)
+        self.fire("lost_after_end")
 
     def pass_on(self, answering: Answering) -> None:
         """What is left of the answer is handled by another."""

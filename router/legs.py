@@ -57,6 +57,7 @@ class Leg:
     __slots__ = (
         "_observer",
         "_permit",
+        "has_rest",
         "id",
         "is_stream",
         "last_event_at",
@@ -100,6 +101,8 @@ class Leg:
         #: A 2xx stream; only those have a stream outcome.
         self.is_stream = False
         self.stream_outcome = "upstream_error"
+        #: The worker is still at an answer that needs no more of it.
+        self.has_rest = False
         self._permit = permit
         self._observer = observer
         worker.legs.add(self)
@@ -148,7 +151,7 @@ class Leg:
         self._permit.close(VERDICTS[self.state], now)
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
-            if self.state is LegState.SUCCEEDED:
+            if self.state is LegState.SUCCEEDED and not self.has_rest:
                 upstream.leave()
             else:
                 upstream.close()

@@ -19,6 +19,7 @@ import trio
 from attrs import asdict, define, field
 
 from router.engines import MODELS, Answer, Knowledge, next_question, recognise
+from router.migration.fingerprint import fingerprint, question_body, read_ids
 from router.worker import Probe, ProbeOutcome, Worker
 from statemachines import Edge
 from statemachines.worker import WorkerState
@@ -48,6 +49,8 @@ class ProbeSettings(Protocol):
     def health_check_timeout_secs(self) -> float: ...
     @property
     def health_check_endpoint(self) -> str: ...
+    @property
+    def migration_limit(self) -> int: ...
 
 
 async def probe_forever(
@@ -171,7 +174,20 @@ class ProbeLoop:
                 return _met(ProbeOutcome.BAD_STATUS, f"{path} answered {answer.status}")
         self._since_learned = 0
         self._take_in(recognise(answers, configured))
+        if self.settings.migration_limit:
+            await self._learn_fingerprint()
         return _met(ProbeOutcome.PASSED)
+
+    async def _learn_fingerprint(self) -> None:
+        """Ask how a fixed text is tokenized; ids are carried only between equal answers."""
+        worker = self.worker
+        if not worker.models or worker.engine not in ("vllm", "sglang"):
+            worker.fingerprint = None
+            return
+        model = worker.models[0]
+        answer = await self._ask("POST", "/tokenize", question_body(model))
+        ids = read_ids(answer.body) if answer.status == 200 else None
+        worker.fingerprint = None if ids is None else fingerprint(model, ids)
 
     def _take_in(self, knowledge: Knowledge) -> None:
         worker = self.worker
@@ -195,10 +211,17 @@ class ProbeLoop:
         self.worker.addresses = [(entry[0], entry[4]) for entry in found]  # type: ignore[misc]
 
     async def _get(self, path: str) -> Answer:
+        return await self._ask("GET", path)
+
+    async def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
         # Kept up to a bound: an answer may be anything, one without an end included.
         headers = {"accept-encoding": "identity"}
-        url = self.worker.url + path
-        async with self.client.stream("GET", url, headers=headers, timeout=None) as response:
+        if content is not None:
+            headers["content-type"] = "application/json"
+        asking = self.client.stream(
+            method, self.worker.url + path, headers=headers, content=content, timeout=None
+        )
+        async with asking as response:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 if len(body) <= BODY_BYTES_MAX:

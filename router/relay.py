@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from router.migration.attempt import Attempt
 from router.openai import Judge, Sign
 from router.sse import EventReader, EventTooLarge
 
@@ -46,8 +47,8 @@ class StreamRelay:
         "released",
     )
 
-    def __init__(self, family: str) -> None:
-        self.judge = Judge(family)
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
         #: An event with data has been returned: a head must be sent with it.
         self.released = False
         #: Content has been returned.
@@ -58,6 +59,16 @@ class StreamRelay:
         self.error_event = b""
         self._reader = EventReader(EVENT_BYTES_MAX)
         self._held: list[bytes] = []
+
+    #: What only a stream that may move can be; see `MovingRelay`.
+    is_poisoned = False
+    is_cut_short = False
+    is_unfaithful = False
+
+    @property
+    def tokens(self) -> tuple[int | None, int | None]:
+        """Tokens of prompt and output, as far as the engine told them."""
+        return self.judge.prompt_tokens, self.judge.completion_tokens
 
     def feed(self, data: bytes) -> bytes:
         """What may be forwarded now. After an `ending` nothing more is read."""
@@ -112,6 +123,61 @@ class StreamRelay:
                 self.error_event = event
                 return events[:place]
         return events
+
+
+class MovingRelay(StreamRelay):
+    """The same for a stream that may move: its attempt reads, records, and says what to forward.
+
+    A `resumed` stream has its head already, so nothing is held back; what the client must not see
+    a second time is taken out by the attempt.
+    """
+
+    __slots__ = ("attempt",)
+
+    def __init__(self, attempt: Attempt, *, resumed: bool) -> None:
+        super().__init__(attempt)
+        self.attempt = attempt
+        self.released = resumed
+
+    @property
+    def is_poisoned(self) -> bool:  # type: ignore[override]  # a constant for all others
+        """What was delivered can no longer be continued elsewhere."""
+        return self.has_content and self.attempt.record.poison is not None
+
+    @property
+    def is_cut_short(self) -> bool:  # type: ignore[override]
+        """The answer was ended here; the worker is still at it."""
+        return self.attempt.is_cut_short
+
+    @property
+    def is_unfaithful(self) -> bool:  # type: ignore[override]
+        """The worker did not go on with what it was sent."""
+        return self.attempt.is_unfaithful
+
+    @property
+    def tokens(self) -> tuple[int | None, int | None]:
+        """Tokens of the whole generation, over all attempts."""
+        return self.attempt.record.prompt_tokens, self.attempt.record.tokens
+
+    def _judge(self, events: list[bytes]) -> list[bytes]:
+        attempt, forward = self.attempt, []
+        for event in events:
+            sign = attempt.read(event)
+            if sign is Sign.LIE or sign is Sign.ERROR:
+                self.ending = Ending.LIE if sign is Sign.LIE else Ending.ERROR
+                self.error_event = event
+                break
+            if attempt.forward:
+                forward.append(attempt.forward)
+            if sign is Sign.CONTENT:
+                self.has_content = self.progressed = True
+            elif sign is Sign.PREAMBLE:
+                self.progressed = True
+            elif sign is Sign.DONE:
+                self.progressed = True
+                self.ending = Ending.WELL
+                break
+        return forward
 
 
 class WholeAnswer:

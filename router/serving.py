@@ -9,9 +9,8 @@ one place, however it ends.
 
 from __future__ import annotations
 
-import hmac
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -20,17 +19,21 @@ from attrs import define, field
 from router.admission import Admission
 from router.booking import Booking
 from router.calls import Call
-from router.choosing import Chooser
+from router.choosing import Choice, Chooser
 from router.config import Settings
 from router.errors import Refusal
-from router.exchange import Deadlines, Exchange, Route
+from router.exchange import Deadlines, Exchange
 from router.front import ClientChannel, Gone
-from router.headers import find, request_id_of, to_worker
+from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
 from router.logs import Logs
 from router.metrics import Metrics
-from router.openai import Asked, read_request
+from router.migration.shape import examine
+from router.mover import Mover, log_move
+from router.moving import Moving
+from router.openai import Asked
 from router.reactor import Reactor
+from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call, route_of
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
 from router.websocket import WATCH_PATH, Feed
@@ -42,24 +45,6 @@ from statemachines.router import RouterState
 #: Ended requests that /debug can still tell about.
 ENDED_MAX = 1000
 
-CHAT = Route("chat", "openai")
-COMPLETIONS = Route("completions", "openai")
-GENERATE = Route("generate", "generate")
-OTHER = Route("other", "other")
-_ROUTES = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/generate": GENERATE,
-    "/tokenize": OTHER,
-    "/detokenize": OTHER,
-    "/rerank": OTHER,
-    "/score": OTHER,
-}
-#: Below /v1/, but answered here.
-_LOCAL = ("/v1/models", "/v1/workers")
-#: Bodies of these kinds are not JSON and are not looked into.
-_OPAQUE_BODIES = (b"multipart/", b"application/octet-stream", b"audio/", b"image/")
-
 _log = structlog.get_logger("baton")
 
 
@@ -70,21 +55,6 @@ class House(Protocol):
 
     def pool(self, worker: Worker) -> Pool:
         """The connections to a worker."""
-
-
-def route_of(path: str) -> Route | None:
-    """The route of a path that is proxied when it is posted to, or None."""
-    route = _ROUTES.get(path)
-    if route is None and path.startswith("/v1/") and not path.startswith(_LOCAL):
-        return OTHER
-    return route
-
-
-def has_key(call: Call, keys: Sequence[str]) -> bool:
-    """Whether a call carries one of these keys as its bearer token; compared in constant time."""
-    scheme, _, token = (find(call.headers, b"authorization") or b"").partition(b" ")
-    found = [hmac.compare_digest(token.strip(), key.encode()) for key in keys]
-    return scheme.lower() == b"bearer" and any(found)
 
 
 @define(eq=False)
@@ -100,6 +70,7 @@ class Serving:
     house: House
     feed: Feed
     booking: Booking
+    mover: Mover
     deadlines: Deadlines = field(init=False)
     admission: Admission = field(init=False)
     #: Every open request by its exchange's identity; nothing else counts them.
@@ -173,7 +144,7 @@ class Serving:
         and this task stays parked until there is something for it to do: the next call, or the
         end of the connection.
         """
-        asked = self._refusal_of_key(call) or _read(call, route)
+        asked = self._refusal_of_key(call) or read_call(call, route)
         refusal = asked if isinstance(asked, Refusal) else None
         read = Asked() if isinstance(asked, Refusal) else asked
         exchange = self._open(channel, call, route, read)
@@ -186,6 +157,8 @@ class Serving:
             while not ticket.is_over:
                 if ticket.state is RequestState.QUEUED and exchange in holding:
                     self._dispatch(exchange)
+                elif ticket.state is RequestState.MIGRATING:
+                    await self._move(exchange)
                 else:
                     await waker.wait()
         except Exception as error:
@@ -203,6 +176,13 @@ class Serving:
     def has_open_channels(self) -> bool:
         """Some client connection is open, if only for its last bytes."""
         return any(channel.is_open for channel in self.channels)
+
+    def hand_back(self, worker: Worker) -> None:
+        """The drain window of a worker is over: its streams that can move go elsewhere."""
+        for exchange in list(self.live.values()):
+            leg = exchange.leg
+            if leg is not None and leg.worker is worker:
+                exchange.hand_back(leg)
 
     def shut_down(self) -> None:
         """The drain window is over: end what still runs, visibly, and every connection."""
@@ -233,8 +213,9 @@ class Serving:
             deadlines=self.deadlines,
             whole_bytes_max=self.settings.max_body_bytes,
             wants_stream=bool(asked.stream),
-            conclude=self._conclude,
+            observer=self,
         )
+        ticket.moving = self._moving_for(call, route, asked)
         ticket.listeners = (self._book_request, exchange.on_edge)
         self.live[ticket] = exchange
         channel.watcher = exchange
@@ -251,7 +232,18 @@ class Serving:
             return None
         return Refusal("unauthorized", "A valid API key is required: Authorization: Bearer KEY.")
 
-    def _conclude(self, exchange: Exchange) -> None:
+    def _moving_for(self, call: Call, route: Route, asked: Asked) -> Moving | None:
+        endpoint = ENDPOINTS.get(route.label)
+        if not self.settings.migration_limit or not asked.stream or endpoint is None:
+            return None
+        return Moving(
+            shape=examine(call.body, endpoint),
+            body=call.body,
+            tokens_max=self.settings.migration_max_tokens,
+            moves_left=self.settings.migration_limit,
+        )
+
+    def conclude(self, exchange: Exchange) -> None:
         """Called once, in the final state: give up what it holds, reply, write the books."""
         ticket = exchange.ticket
         now = ticket.ended_at = self.reactor.now
@@ -262,6 +254,8 @@ class Serving:
         exchange.channel.finish_call()
         if not self.live:
             self.emptied.wake()
+        if ticket.moving is not None:
+            self._book_break(ticket, ticket.moving)
         seconds = now - ticket.started_at
         first = ticket.first_token_at
         first_seconds = None if first is None else first - ticket.started_at
@@ -305,7 +299,31 @@ class Serving:
         if choice is None:
             exchange.fire("refused", ticket.failure or Failure(self._nobody(model)))
             return
-        worker = ticket.worker = choice.worker
+        leg, worker = self._begin_leg(exchange, choice), choice.worker
+        pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
+        body = call.body if moving is None else moving.begin(worker)
+        leg.attach(pool.send(_request_for(pool, exchange, call.target, body), leg))
+        exchange.channel.rearm()
+
+    async def _move(self, exchange: Exchange) -> None:
+        """Choose who goes on and send it what it needs; see `Mover`."""
+        found = await self.mover.find(exchange, self.reactor.now)
+        if found is None:
+            return
+        choice, continuation = found
+        moving = exchange.ticket.moving
+        assert moving is not None
+        leg = self._begin_leg(exchange, choice)
+        moving.go_on(choice.worker, continuation)
+        pool = self.house.pool(choice.worker)
+        request = _request_for(pool, exchange, continuation.path.encode(), continuation.body)
+        leg.attach(pool.send(request, leg))
+        exchange.channel.rearm()
+
+    def _begin_leg(self, exchange: Exchange, choice: Choice) -> Leg:
+        """Take the permit and the place on the worker, and tell the request."""
+        ticket, worker = exchange.ticket, choice.worker
+        ticket.worker = worker
         if choice.forced:
             self.metrics.breaker_overridden(worker.id)
             _log.warning("breaker_overridden", id=ticket.id, worker=worker.id)
@@ -318,20 +336,53 @@ class Serving:
             owner=exchange,
             observer=self,
             listeners=self._leg_listeners,
-            now=now,
+            now=self.reactor.now,
         )
         exchange.start(leg)
         exchange.fire("admitted")
-        pool = self.house.pool(worker)
-        leg.attach(pool.send(_request_for(pool, exchange), leg))
-        exchange.channel.rearm()
+        return leg
 
     def _nobody(self, model: str | None) -> Refusal:
         if model is not None and self.fleet.all() and not self.fleet.knows(model):
             return Refusal("model_not_found", "No worker serves this model.", param="model")
         return Refusal("no_workers", "No worker is ready.", retry_after=1)
 
-    # What legs report
+    # What exchanges and legs report
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A move has produced content: it is counted, and one of the limit is spent."""
+        moving = exchange.ticket.moving
+        assert moving is not None
+        assert moving.continuation is not None
+        now = self.reactor.now
+        gap = now - (now if moving.lost_at is None else moving.lost_at)
+        self.metrics.migrated(
+            reason=moving.reason,
+            mode=moving.continuation.mode.value,
+            gap_seconds=gap,
+            carried_tokens=moving.record.sequence_length,
+        )
+        log_move(exchange, moving, gap)
+        moving.arrive()
+
+    def poisoned(self, exchange: Exchange) -> None:
+        """A stream can no longer be continued elsewhere."""
+        moving = exchange.ticket.moving
+        if moving is not None and moving.record.poison is not None:
+            self.metrics.poisoned(moving.record.poison)
+
+    def completed_locally(self, reason: str) -> None:
+        """The end of a stream was written here."""
+        self.metrics.completed_locally(reason)
+
+    def _book_break(self, ticket: Ticket, moving: Moving) -> None:
+        """A stream that broke after content and could not go on, with the reason why."""
+        is_broken = moving.lost_at is not None and moving.record.has_content
+        if ticket.state is RequestState.FAILED and is_broken:
+            fact = ticket.history[-1][1].fact
+            if fact != "shut_down":
+                reason = "deadline" if fact == "deadline_passed" else moving.why_stuck()
+                self.metrics.migration_failed(reason)
 
     def now(self) -> float:
         """Time of the current pass."""
@@ -348,28 +399,16 @@ class Serving:
         _log.error("internal_error", place=place, exc_info=error)
 
 
-def _read(call: Call, route: Route) -> Asked | Refusal:
-    if route is OTHER:
-        kind = find(call.headers, b"content-type") or b""
-        if kind.startswith(_OPAQUE_BODIES):
-            return Asked()
-    return read_request(call.body)
-
-
-def _request_for(pool: Pool, exchange: Exchange) -> bytes:
-    call = exchange.call
-    return (
-        b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b"
-        % (
-            pool.base_path,
-            call.target,
-            pool.authority,
-            to_worker(call.headers, identity=exchange.route is not OTHER),
-            exchange.ticket.id.encode(),
-            len(call.body),
-            call.body,
-        )
+def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
+    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+        pool.base_path,
+        target,
+        pool.authority,
+        to_worker(exchange.call.headers, identity=exchange.route is not OTHER),
+        exchange.ticket.id.encode(),
+        len(body),
     )
+    return head + body
 
 
 def _own_failure() -> Refusal:

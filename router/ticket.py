@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from router.errors import Refusal
 from router.headers import Headers
+from router.moving import Moving
 from router.worker import Worker
 from statemachines import REQUEST, Edge
 from statemachines.request import RequestState
@@ -57,6 +58,8 @@ class Ticket:
     #: The worker of the last dispatch.
     worker: Worker | None = None
     failure: Failure | None = None
+    #: How it may move; None where it never does.
+    moving: Moving | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
     prompt_tokens: int | None = None
@@ -73,18 +76,18 @@ class Ticket:
 
     @property
     def can_continue(self) -> bool:
-        """Guard: nothing delivered so far forbids a continuation; moves are a later matter."""
-        return True
+        """Guard: nothing delivered so far forbids a continuation."""
+        return self.moving is None or self.moving.can_continue
 
     @property
     def can_migrate(self) -> bool:
-        """Guard: this version moves no streams."""
-        return False
+        """Guard: migration is on, and another move may be made."""
+        return self.moving is not None and self.moving.can_migrate
 
     @property
     def can_rephrase(self) -> bool:
-        """Guard: this version writes no continuations."""
-        return False
+        """Guard: the continuation has a form that was not tried."""
+        return self.moving is not None and self.moving.can_rephrase
 
     @property
     def is_over(self) -> bool:

@@ -87,6 +87,8 @@ class Worker:
     engine: str = field(init=False)
     models: tuple[str, ...] = ()
     context_length: int | None = None
+    #: Equal for workers of one model whose tokens are the same; None while that is not known.
+    fingerprint: str | None = None
     addresses: list[Address] = field(factory=list)
     knowledge: Knowledge | None = None  # as last learned; None until then
     last_probe: Probe | None = None

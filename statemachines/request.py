@@ -174,6 +174,8 @@ REQUEST = Chart(
         #### Between two workers
         Edge(S.MIGRATING, "admitted", S.RESUMING,
              "the continuation is sent to a worker that has not failed this request"),
+        Edge(S.MIGRATING, "lost_after_end", S.FINISHED,
+             "looked at closely, the whole budget was delivered: the end is written here"),
         Edge(S.MIGRATING, "refused", S.FAILED,
              "nobody can continue it: an error event, no [DONE], the body is cut"),
 

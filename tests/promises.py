@@ -136,7 +136,8 @@ def no_engine_is_asked_twice(outcome: Outcome) -> None:
     for number, engine in enumerate(outcome.engines):
         asked: dict[str, list[bool]] = {}
         for each in outcome.work(number):
-            asked.setdefault(each.headers["x-request-id"], []).append(each.reused)
+            if "x-request-id" in each.headers:  # else a question of the router's own
+                asked.setdefault(each.headers["x-request-id"], []).append(each.reused)
         for id, reused in asked.items():
             is_once = len(reused) == 1 or reused == [True, False] or named[id] > 1
             assert is_once, f"{id} was sent to {engine.settings.name} {len(reused)} times"
@@ -164,8 +165,10 @@ def its_end_is_visible(outcome: Outcome, got: Got) -> None:
     if got.ending == "cut":
         assert not got.is_done, "[DONE] before a cut"
     if got.ending == "cut" and not _was_given_up(outcome, got):
-        assert got.plain.endswith((b"\n\n", b"\r\n\r\n")), "an event was cut"
-        assert got.error is not None, "cut without a word"
+        # An HTTP/1.0 body is cut by a reset, which may overtake the last words.
+        if not got.client.http_10:
+            assert got.plain.endswith((b"\n\n", b"\r\n\r\n")), "an event was cut"
+            assert got.error is not None, "cut without a word"
 
 
 def _was_given_up(outcome: Outcome, got: Got) -> bool:

@@ -111,6 +111,8 @@ class _Life:
 
     def choose(self, world: World) -> Iterator[tuple[str, World]]:
         yield "nobody can take it", self.told(world, "refused")
+        if world.state is S.MIGRATING and world.client_has_content:
+            yield "budget was spent", self.told(evolve(world, end_was_seen=True), "lost_after_end")
         if world.untried > 0:
             sent = evolve(world, untried=world.untried - 1, leg=L.CONNECTING)
             yield "worker chosen", self.told(sent, "admitted")
@@ -317,6 +319,9 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     ),
     "a client, a clock, a shutdown or a bug ends it at once": lambda w, word, after: (
         word not in AT_ONCE or after.state in REQUEST.final
+    ),
+    "a spent budget needs no other worker": lambda w, word, after: (
+        word != "budget was spent" or after.state is S.FINISHED
     ),
     "a leg is booked as what its worker did": lambda w, word, after: (
         (end := _leg_end(w, after)) is None or OUTCOMES[end] == BOOKED.get(word, "cancelled")

@@ -1,0 +1,163 @@
+"""Moving a stream: what happens in `migrating`, in the task of the request's connection.
+
+The reactor has taken the lost leg away. Here it is found out, by asking a worker of the same model
+where that must be, how much of what was generated the client's text stands for; then a next worker
+is chosen, not one that failed this request, and sent what it needs to go on. All of it ends when
+the request does: a client that leaves, or the deadline, cancels the asking.
+"""
+
+from __future__ import annotations
+
+import random
+
+import httpx
+import structlog
+import trio
+from attrs import define, field
+
+from router.choosing import Choice, Chooser
+from router.exchange import Exchange
+from router.migration.agreement import (
+    Agreed,
+    Disagreed,
+    Inquiry,
+    question_body,
+    read_answer,
+)
+from router.migration.continuation import CannotContinue, CompletedLocally, Continuation
+from router.moving import Moving
+from router.worker import Fleet, Worker
+from statemachines.request import RequestState
+
+#: For all questions of one break together; after that the place is not known.
+ASKING_SECONDS = 5.0
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+#: Moves under way at once from which on they are spread, and over how long at most: a worker that
+#: dies with a hundred streams must not hit the next one with a hundred prefills in one instant.
+CROWD = 16
+SPREAD_SECONDS_EACH = 0.005
+SPREAD_SECONDS_MAX = 1.0
+
+_log = structlog.get_logger("baton")
+
+
+@define(eq=False)
+class Mover:
+    """Finds the next worker for streams that lost theirs."""
+
+    fleet: Fleet
+    chooser: Chooser
+    client: httpx.AsyncClient
+    rng: random.Random = field(factory=random.Random)
+    #: Streams that are being moved.
+    under_way: set[Exchange] = field(factory=set)
+
+    async def find(self, exchange: Exchange, now: float) -> tuple[Choice, Continuation] | None:
+        """The next worker and what it is sent; None where the request has come to its end.
+
+        Leaves the request in `migrating` only together with an answer. The permit is the caller's.
+        """
+        moving = exchange.ticket.moving
+        assert moving is not None
+        self.under_way.add(exchange)
+        try:
+            with trio.CancelScope() as exchange.asking:
+                await self._spread()
+                if moving.agreed is None:
+                    moving.agreed = await self._agree(exchange, moving)
+        finally:
+            exchange.asking = None
+            self.under_way.discard(exchange)
+        if exchange.ticket.state is not RequestState.MIGRATING:
+            return None
+        return self._choose(exchange, moving, now)
+
+    async def _spread(self) -> None:
+        crowd = len(self.under_way)
+        if crowd > CROWD:
+            most = min(SPREAD_SECONDS_MAX, crowd * SPREAD_SECONDS_EACH)
+            await trio.sleep(self.rng.uniform(0, most))
+
+    # Where ids and text agree
+
+    async def _agree(self, exchange: Exchange, moving: Moving) -> Agreed | Disagreed:
+        found = moving.seek()
+        with trio.move_on_after(ASKING_SECONDS):
+            while isinstance(found, Inquiry):
+                text = await self._detokenize(exchange, moving, found)
+                found = found.answer(text)
+        return found if isinstance(found, Agreed) else Disagreed()
+
+    async def _detokenize(self, exchange: Exchange, moving: Moving, inquiry: Inquiry) -> str | None:
+        """Ask a worker whose tokens are those of the record; None where nobody answers."""
+        for worker in self._kin(exchange, moving):
+            body = question_body(inquiry, worker.models[0] if worker.models else None)
+            try:
+                answer = await self.client.post(
+                    worker.url + "/detokenize",
+                    content=body,
+                    headers={"content-type": "application/json"},
+                )
+            except httpx.TransportError:
+                continue
+            if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
+                return read_answer(answer.content)
+        return None
+
+    def _kin(self, exchange: Exchange, moving: Moving) -> list[Worker]:
+        ready = self.fleet.ready("mixed", exchange.ticket.model)
+        tried = exchange.ticket.tried
+        return [
+            worker
+            for worker in ready
+            if worker not in tried and worker.fingerprint == moving.fingerprint is not None
+        ]
+
+    # Who goes on
+
+    def _choose(
+        self, exchange: Exchange, moving: Moving, now: float
+    ) -> tuple[Choice, Continuation] | None:
+        ticket = exchange.ticket
+        ready = self.fleet.ready("mixed", ticket.model)
+        excluded = set(ticket.tried)
+        while True:
+            choice = self.chooser.choose(ready, now, excluded, ticket.model)
+            worker = None if choice is None else choice.worker
+            outcome = None if worker is None else moving.plan(worker)
+            if isinstance(outcome, Continuation) and choice is not None and moving.moves_left > 0:
+                return choice, outcome
+            if choice is not None:
+                choice.permit.close("neutral", now)
+            if isinstance(outcome, CompletedLocally):
+                exchange.complete_without_leg(outcome.reason, outcome.tail)
+                return None
+            if isinstance(outcome, CannotContinue) and outcome.reason == "unsuitable":
+                assert worker is not None
+                excluded.add(worker)
+                continue
+            if isinstance(outcome, CannotContinue):
+                moving.stuck = outcome.reason
+            elif (tail := moving.own_end()) is not None:
+                # Nobody is left to ask, and nobody is needed.
+                exchange.complete_without_leg("budget_spent", tail)
+                return None
+            exchange.fire("refused")
+            return None
+
+
+def log_move(exchange: Exchange, moving: Moving, gap_seconds: float) -> None:
+    """One line a move, at its first content."""
+    ticket, continuation = exchange.ticket, moving.continuation
+    assert continuation is not None
+    assert ticket.worker is not None
+    _log.info(
+        "moved",
+        id=ticket.id,
+        source=moving.lost_worker,
+        target=ticket.worker.id,
+        tokens=continuation.carried,
+        mode=continuation.mode.value,
+        reason=moving.reason,
+        gap_seconds=gap_seconds,
+    )
