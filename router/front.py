@@ -71,12 +71,13 @@ class ClientChannel(Channel):
     """One client connection, for its whole life."""
 
     __slots__ = (
+        "_is_whole",
         "_lingering_until",
         "_quiet_since",
         "_reader",
-        "_reset_at_end",
         "_slow",
         "_stalled_since",
+        "_until_close",
         "_waker",
         "current",
         "gone",
@@ -100,7 +101,10 @@ class ClientChannel(Channel):
         self._stalled_since: float | None = None
         self._slow = False
         self._lingering_until: float | None = None
-        self._reset_at_end = False
+        #: The body of the reply ends with the connection (HTTP/1.0), so it must not end by mistake.
+        self._until_close = False
+        #: The last byte of the reply was written, or is in the backlog.
+        self._is_whole = False
         super().__init__(reactor, sock, Rank.CLIENT, connecting=False)
         self._arm()
 
@@ -188,6 +192,7 @@ class ClientChannel(Channel):
         assert self.current is not None
         self.reply_begun = True
         self.reply_chunked = not self.current.http_10
+        self._until_close = self.current.http_10
         if self.reply_chunked:
             head = self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n"
         else:
@@ -208,6 +213,7 @@ class ClientChannel(Channel):
             self.send(self._framed(data) + b"0\r\n\r\n")
         elif data:
             self.send(data)
+        self._is_whole = True
         self._note_backlog()
 
     def cut(self, data: bytes) -> None:
@@ -217,10 +223,18 @@ class ClientChannel(Channel):
         self.gone = True
         if data:
             self.send(self._framed(data))
-        # In a chunked body the missing last chunk says that it is not complete. An HTTP/1.0 body
-        # ends with the connection, so only a reset tells the client.
-        self._reset_at_end = not self.reply_chunked
         self.end()
+
+    def close(self) -> None:
+        """Close at once. Idempotent.
+
+        In a chunked body the missing last chunk says that it is not complete. An HTTP/1.0 body
+        ends with the connection, so only a reset tells the client.
+        """
+        if self._until_close and (self.backlog_bytes or not self._is_whole):
+            self.reset()
+        else:
+            super().close()
 
     def _head(self, status: int, lines: bytes) -> bytes:
         assert self.current is not None
@@ -373,7 +387,7 @@ class ClientChannel(Channel):
             self._waker.wake()
 
     def _half_close(self) -> None:
-        if self._reset_at_end:
+        if self._until_close and not self._is_whole:
             self.reset()
             return
         self._lingering_until = self.reactor.now + LINGER_SECONDS

@@ -150,6 +150,18 @@ def test_an_answer_without_content_is_an_answer() -> None:
     assert (outcome.one.status, outcome.one.ending, outcome.one.text) == (200, "clean", "")
 
 
+def test_an_http_1_0_body_that_is_not_whole_ends_by_a_reset() -> None:
+    # Such a body ends with its connection; a client that half-closes is gone, and still reads.
+    asking = Client(tokens=20, http_10=True)
+    going = Client(tokens=20, http_10=True, half_closes_at=2.0)
+
+    broken = simulate(Plan(engines=(Engine(faults="cut,after_events=5"),), clients=(asking,)))
+    left = simulate(Plan(clients=(going,)))
+
+    assert (broken.one.status, broken.one.ending) == (200, "cut")
+    assert (left.one.status, left.one.ending) == (200, "cut")
+
+
 #### Every fault there is
 
 #: What to try of each kind: nothing means its defaults.
