@@ -96,8 +96,11 @@ class StreamAnswering:
             exchange.meet_poison()
 
     def end(self, leg: Leg) -> None:
-        self._relay.finish()
-        self._end(leg, b"")
+        was_released = self._relay.released
+        rest = self._relay.finish()
+        if self._relay.released and not was_released:
+            self._exchange.fire("answered")
+        self._end(leg, rest)
 
     def survives(self, leg: Leg, leg_fact: str) -> bool:
         if not (self._relay.released and self._is_finished()):

@@ -82,6 +82,8 @@ class App:
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
+        if settings.worker_ca_file is not None:
+            self._tls = _tls_context(settings)  # a file that is none must end the start
         self.metrics = Metrics(self)
         booking = Booking(self.metrics, self.feed, self.logs)
         self.reactor = Reactor(self.network, self._on_reactor_bug)
@@ -265,10 +267,7 @@ class App:
         if worker.scheme != "https":
             return None
         if self._tls is None:
-            self._tls = ssl.create_default_context(cafile=self.settings.worker_ca_file)
-            if self.settings.worker_insecure_skip_verify:
-                self._tls.check_hostname = False
-                self._tls.verify_mode = ssl.CERT_NONE
+            self._tls = _tls_context(self.settings)
         return TlsTarget(self._tls, worker.host)
 
     # Bugs and bookkeeping
@@ -290,12 +289,25 @@ class App:
         _log.info("router", fact=fact, state=self.state.value)
 
 
+def _tls_context(settings: Settings) -> ssl.SSLContext:
+    """How https workers are checked; raises ssl.SSLError for a file without certificates."""
+    context = ssl.create_default_context(cafile=settings.worker_ca_file)
+    if settings.worker_insecure_skip_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 def run(settings: Settings) -> int:
     """Run `baton serve` until it is told to stop; returns the exit code."""
     logs = configure(format=settings.log_format, level=settings.log_level)
     _raise_descriptor_limit()
     network = TcpNetwork()
-    app = App(settings, network, logs)
+    try:
+        app = App(settings, network, logs)
+    except ssl.SSLError:
+        print("baton serve: --worker-ca-file: no certificates in PEM form", file=sys.stderr)
+        return 2
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])

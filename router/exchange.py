@@ -105,6 +105,8 @@ class Exchange:
     #: Cancels what the task does for the request outside the reactor, when the request ends.
     asking: trio.CancelScope | None = None
     _is_poison_told: bool = False
+    #: The reply that was begun is a stream of events, so that an error can be one of them.
+    _replies_events: bool = False
 
     @property
     def now(self) -> float:
@@ -300,6 +302,8 @@ class Exchange:
         return choices_asked(self.call.body)
 
     def _begin(self, data: bytes) -> None:
+        kind = find(self.headers, b"content-type") or b""
+        self._replies_events = kind.startswith(b"text/event-stream")
         self.ticket.status = self.status
         self.channel.begin(self.status, self._reply_lines(stream=True), data)
 
@@ -408,6 +412,12 @@ class Exchange:
 
     # The end
 
+    def forget(self) -> None:
+        """Let go of what the client sent: the request is over, and may be long remembered."""
+        self.ticket.listeners = ()
+        self.ticket.moving = None
+        self.call.body = b""
+
     def reply_failure(self) -> None:
         """Tell the client how it ended, where the good answer has not told already."""
         ticket, channel = self.ticket, self.channel
@@ -415,7 +425,8 @@ class Exchange:
             return
         failure = ticket.failure or Failure(Refusal("internal_error", "The router has failed."))
         if channel.reply_begun:
-            channel.cut(failure.event or failure.refusal.event())
+            last_words = failure.event or failure.refusal.event()
+            channel.cut(last_words if self._replies_events else b"")
         elif failure.answer is not None:
             answer = failure.answer
             self.headers = answer.headers

@@ -15,6 +15,8 @@ from router.sse import EventReader, EventTooLarge
 
 #: Largest event that is still read; a chunk with logprobs of a long batch stays far below.
 EVENT_BYTES_MAX = 16 * 1024 * 1024
+#: Comments before the first event that are kept for the client.
+HELD_BYTES_MAX = 64 * 1024
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -38,6 +40,7 @@ class StreamRelay:
 
     __slots__ = (
         "_held",
+        "_held_bytes",
         "_reader",
         "ending",
         "error_event",
@@ -59,6 +62,7 @@ class StreamRelay:
         self.error_event = b""
         self._reader = EventReader(EVENT_BYTES_MAX)
         self._held: list[bytes] = []
+        self._held_bytes = 0
 
     #: What only a stream that may move can be; see `MovingRelay`.
     is_poisoned = False
@@ -85,11 +89,23 @@ class StreamRelay:
             return self._release(forward)
         return forward[0] if len(forward) == 1 else b"".join(forward)
 
-    def finish(self) -> None:
-        """The body ended as its framing promised, without an end that was met before."""
-        if self.ending is None:
-            well = self.released and (self.judge.finished or not self.judge.has_finish)
+    def finish(self) -> bytes:
+        """The body ended as its framing promised, without an end that was met before.
+
+        Returns what is left to forward: where only the framing tells the end, an unfinished last
+        event is the client's, too.
+        """
+        if self.ending is not None:
+            return b""
+        if self.judge.has_finish:
+            well = self.released and self.judge.finished
             self.ending = Ending.UNMARKED if well else Ending.LIE
+            return b""
+        rest = self._reader.take_rest()
+        self.progressed |= bool(rest)
+        rest = rest if self.released else self._release([rest])
+        self.ending = Ending.UNMARKED if self.released else Ending.LIE
+        return rest
 
     def _release(self, forward: list[bytes]) -> bytes:
         """Hold on, or let the first event go with the comments before it.
@@ -97,7 +113,10 @@ class StreamRelay:
         An end that lies in the same read as the first event is met before anything was sent, so
         nothing is released, and the whole attempt can be made again elsewhere.
         """
+        if not self.progressed and self._held_bytes > HELD_BYTES_MAX:
+            return b""  # heartbeats before the first event; those that are held are enough
         self._held += forward
+        self._held_bytes += sum(map(len, forward))
         if not self.progressed or self.ending not in (None, Ending.WELL):
             self.has_content = False
             return b""

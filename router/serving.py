@@ -252,10 +252,12 @@ class Serving:
         self.admission.leave(exchange)
         exchange.reply_failure()
         exchange.channel.finish_call()
+        moving = ticket.moving
+        exchange.forget()
         if not self.live:
             self.emptied.wake()
-        if ticket.moving is not None:
-            self._book_break(ticket, ticket.moving)
+        if moving is not None:
+            self._book_break(ticket, moving)
         seconds = now - ticket.started_at
         first = ticket.first_token_at
         first_seconds = None if first is None else first - ticket.started_at

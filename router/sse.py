@@ -36,6 +36,11 @@ class EventReader:
         """Bytes of the unfinished event."""
         return len(self._held)
 
+    def take_rest(self) -> bytes:
+        """The bytes of an event that was never completed."""
+        rest, self._held = self._held, b""
+        return rest
+
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, raw, each with the line ends that end it.
 
@@ -72,6 +77,8 @@ def data_of(event: bytes) -> bytes | None:
     """The data an event carries (its data lines joined with LF), or None when it has none."""
     if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
         return event[6:-2]
+    if event.startswith(b":") and event.find(b"\n") == len(event) - 2:
+        return None  # a heartbeat; a worker may send many
     lines = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
         name, _, value = line.partition(b":")

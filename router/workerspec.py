@@ -18,7 +18,7 @@ from router.options import SettingsError
 ENGINES = ("auto", "vllm", "sglang", "openai")
 ROLES = ("mixed", "prefill", "decode")
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/\[\]-]{0,127}")
+_ID = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:/\[\]-]{0,127}")
 """Worker ids and groups are metric labels, log fields and URL path segments."""
 
 

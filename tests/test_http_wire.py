@@ -272,7 +272,11 @@ MALFORMED = {
     "garbage behind the last chunk": (CHUNKED + b"5\r\nhello\r\n0\r\n\r\nmore", False),
     "a coding that is not known": (
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nhello",
-        True,
+        False,
+    ),
+    "a second coding": (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        False,
     ),
     "a switch of protocols": (
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\nxx",
@@ -725,11 +729,19 @@ async def test_a_crash_in_any_callback_is_told_to_the_owner(moment: str) -> None
         assert wire.open_channels == len(wire.pool.idle) == 0
 
 
-async def test_closing_the_pool_closes_what_is_idle() -> None:
+async def test_closing_the_pool_closes_what_is_idle_or_leaving() -> None:
     async with wired(Script(OK)) as wire:
         wire.send()
         wire.send()
         await wait_all_tasks_blocked()
+        wire.pool.addresses = lambda: [(socket.AF_INET, OTHER)]
+        wire.network.engines[OTHER] = Script(CHUNKED + b"5\r\nhello\r\n")
+        kept, wire.pool.idle = wire.pool.idle, []
+        asked = await wire.ask()
+        wire.pool.idle = kept
+        assert asked.upstream is not None
+        asked.upstream.leave()
+        assert (len(wire.pool.idle), len(wire.pool.leaving)) == (2, 1)
         assert all(isinstance(channel, WorkerChannel) for channel in wire.pool.idle)
         wire.pool.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.openai import Judge
-from router.relay import Ending, StreamRelay, WholeAnswer
+from router.relay import HELD_BYTES_MAX, Ending, StreamRelay, WholeAnswer
 
 TRACES = Path(__file__).parent / "traces"
 
@@ -44,6 +44,22 @@ def test_comments_are_held_until_an_event_with_data_comes() -> None:
 
     assert forward == [b"", b"", PING + b": more\n\n" + ROLE]
     assert (relay.released, relay.has_content) == (True, False)
+
+
+def test_a_flood_of_comments_before_the_first_event_is_not_kept() -> None:
+    flood = [b": %d\n\n" % number for number in range(30_000)]
+
+    forward, _ = relayed(*flood, ROLE)
+
+    assert forward[-1].endswith(ROLE)
+    assert len(forward[-1]) < HELD_BYTES_MAX + 100 + len(ROLE)
+
+
+def test_where_only_the_framing_tells_the_end_an_unfinished_event_is_passed_on() -> None:
+    forward, relay = relayed(b"data: 1\n\n", b"data: last\n", family="other")
+
+    assert relay.finish() == b"data: last\n"
+    assert (forward, relay.ending) == ([b"data: 1\n\n", b""], Ending.UNMARKED)
 
 
 def test_half_an_event_is_held() -> None:

@@ -92,6 +92,7 @@ class Upstream:
                 channel.give_back()
             elif channel.is_open:
                 channel.leaving_since = channel.reactor.now
+                channel.pool.leaving.add(channel)
                 channel.resume()
                 channel.reactor.sweeper.arm(channel, channel.reactor.now + LINGER_SECONDS)
 
@@ -186,9 +187,9 @@ class WorkerChannel(Channel):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, _NoStatus):
+            if not isinstance(error.__context__, _NotPlain):
                 raise  # a bug of ours, not the worker's
-            problem = "the status is none"
+            problem = "the status is none, or the transfer coding not chunked"
         except httptools.HttpParserError as error:
             problem = str(error)
         except httptools.HttpParserUpgrade:
@@ -221,6 +222,10 @@ class WorkerChannel(Channel):
             self._break(f"no connection: {error}", connecting=True)
         else:
             self._break(f"connection lost: {error}", stale=self.bytes_in == 0)
+
+    def closed(self) -> None:
+        if self.leaving_since is not None:
+            self.pool.leaving.discard(self)
 
     def crashed(self, error: Exception) -> None:
         upstream = self.upstream or self._told_last
@@ -270,7 +275,10 @@ class WorkerChannel(Channel):
             return
         status = self._parser.get_status_code()
         if status < 100:
-            raise _NoStatus
+            raise _NotPlain
+        for name, value in self._headers:
+            if name == b"transfer-encoding" and value.lower() != b"chunked":
+                raise _NotPlain
         if status < 200:
             self._informational = True
             self._headers = []
@@ -312,7 +320,9 @@ class WorkerChannel(Channel):
 
     def _finish(self) -> None:
         upstream, self.upstream = self.upstream, None
-        self.leaving_since = None
+        if self.leaving_since is not None:
+            self.leaving_since = None
+            self.pool.leaving.discard(self)
         self.give_back()
         if upstream is not None:
             upstream.channel = None
@@ -340,8 +350,8 @@ class WorkerChannel(Channel):
         self.close()
 
 
-class _NoStatus(Exception):
-    """Stops the parser at a status below 100, which llhttp lets through."""
+class _NotPlain(Exception):
+    """Stops the parser at what llhttp lets through and nobody here can read."""
 
 
 @define(eq=False)
@@ -359,6 +369,8 @@ class Pool:
     rank: Rank = Rank.WORKER
     #: Idle connections, the one used last at the end, so that the others may grow old and go.
     idle: list[WorkerChannel] = field(factory=list)
+    #: Connections whose answer is known to be over and whose end is still to come.
+    leaving: set[WorkerChannel] = field(factory=set)
     _turn: int = 0
 
     def send(self, request: bytes, answered: Answered) -> Upstream:
@@ -394,7 +406,9 @@ class Pool:
         WorkerChannel(self, sock, until).start(upstream)
 
     def close(self) -> None:
-        """Close the idle connections; busy ones belong to their requests."""
+        """Close the connections that nobody uses; busy ones belong to their requests."""
+        for channel in list(self.leaving):
+            channel.close()
         while self.idle:
             channel = self.idle.pop()
             channel.idle_since = None
