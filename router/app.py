@@ -125,6 +125,7 @@ class App:
             head_seconds=settings.header_timeout_secs,
             idle_seconds=settings.keep_alive_timeout_secs,
             stall_seconds=settings.client_stall_timeout_secs,
+            call_seconds=settings.request_timeout_secs,
         )
 
     # What others ask for

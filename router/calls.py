@@ -30,6 +30,8 @@ class Limits:
     head_seconds: float
     idle_seconds: float
     stall_seconds: float
+    #: From the first byte of a head to the last of its body.
+    call_seconds: float = 0.0
 
 
 @define(eq=False)

@@ -35,6 +35,7 @@ STATUS_OF = {
     "request_timeout": 504,
     # Beyond the contract: refusals of the HTTP server, a duplicate worker, and our own bugs.
     "header_timeout": 408,
+    "body_timeout": 408,
     "worker_exists": 409,
     "headers_too_large": 431,
     "internal_error": 500,

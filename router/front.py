@@ -77,6 +77,7 @@ class ClientChannel(Channel):
         "_reader",
         "_slow",
         "_stalled_since",
+        "_untaken",
         "_until_close",
         "_waker",
         "current",
@@ -99,6 +100,8 @@ class ClientChannel(Channel):
         self._waker = Waker()
         self._quiet_since = reactor.now
         self._stalled_since: float | None = None
+        #: Bytes that the client had not taken when that was last looked at.
+        self._untaken = 0
         self._slow = False
         self._lingering_until: float | None = None
         #: The body of the reply ends with the connection (HTTP/1.0), so it must not end by mistake.
@@ -254,9 +257,10 @@ class ClientChannel(Channel):
     def received(self, data: bytes) -> None:
         if self._lingering_until is not None or self.gone:
             return
-        now = self._quiet_since = self.reactor.now
-        reader = self._reader
+        now, reader = self.reactor.now, self._reader
         reader.feed(data, now)
+        if reader.calls or reader.reading is not Reading.NOTHING:
+            self._quiet_since = now  # empty lines before a call are no sign of life
         if reader.calls:
             # One call at a time: what else this read brought is kept, and no more is read.
             if self.current is not None or len(reader.calls) > 1 or reader.is_refused:
@@ -287,6 +291,7 @@ class ClientChannel(Channel):
 
     def progressed(self) -> None:
         self._stalled_since = self.reactor.now
+        self._untaken = self.backlog_bytes + self.sock.untaken_bytes()
 
     def drained(self) -> None:
         self._stalled_since = None
@@ -348,6 +353,8 @@ class ClientChannel(Channel):
                 dues.append(self._reader.head_since + limits.head_seconds)
             elif limits.idle_seconds:
                 dues.append(self._quiet_since + limits.idle_seconds)
+            if self._reader.reading is Reading.BODY and limits.call_seconds:
+                dues.append(self._reader.head_since + limits.call_seconds)
         return min(dues) if dues else None
 
     def _meet_deadline(self, now: float) -> None:
@@ -360,15 +367,31 @@ class ClientChannel(Channel):
             and limits.stall_seconds
             and self._stalled_since + limits.stall_seconds <= now
         ):
-            self._leave(hard=True)
+            self._meet_stall(now)
         elif self.watcher is not None:
             self.watcher.on_deadline(now)
         elif self._reader.reading is Reading.NOTHING:
             self.close()
         else:
-            self._reader.refuse(Refusal("header_timeout", "The request took too long to arrive."))
+            if self._reader.reading is Reading.BODY:
+                refusal = Refusal("body_timeout", "The body took too long to arrive.")
+            else:
+                refusal = Refusal("header_timeout", "The headers took too long to arrive.")
+            self._reader.refuse(refusal)
             self.pause()
             self._waker.wake()
+
+    def _meet_stall(self, now: float) -> None:
+        """No room in the kernel's buffer for so long; that of a slow reader may be megabytes.
+
+        Linux tells of room only when a third of the buffer is free, so what the client has really
+        taken is asked for.
+        """
+        untaken = self.backlog_bytes + self.sock.untaken_bytes()
+        if untaken < self._untaken:
+            self._untaken, self._stalled_since = untaken, now
+        else:
+            self._leave(hard=True)
 
     # Ends
 
@@ -401,6 +424,7 @@ class ClientChannel(Channel):
             return
         if self._stalled_since is None:
             self._stalled_since = self.reactor.now
+            self._untaken = self.backlog_bytes + self.sock.untaken_bytes()
             self._arm()
         if self.backlog_bytes > BACKLOG_BYTES_HIGH and not self._slow:
             self._slow = True

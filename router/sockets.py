@@ -8,11 +8,14 @@ this file knows which one it runs on. One suite of tests is run over both.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import socket as stdlib_socket
 import ssl
 import struct
+import sys
+import termios
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -55,6 +58,9 @@ class Socket(Protocol):
 
     def is_quiet(self) -> bool:
         """True where an idle connection has neither bytes nor an end waiting to be read."""
+
+    def untaken_bytes(self) -> int:
+        """Bytes of `send` that the peer has not acknowledged yet."""
 
     def shutdown_write(self) -> None:
         """Half-close: the peer reads an end, we read on."""
@@ -140,6 +146,14 @@ class TcpSocket:
         except OSError:
             return False
         return False
+
+    def untaken_bytes(self) -> int:
+        """What the kernel still holds; 0 where it does not say."""
+        try:
+            found = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+        except OSError:
+            return 0
+        return int.from_bytes(found, sys.byteorder)
 
     def shutdown_write(self) -> None:
         """Send FIN."""
@@ -236,6 +250,10 @@ class TlsSocket:
     def is_quiet(self) -> bool:
         """See `TcpSocket.is_quiet`; session tickets have been read by the reactor long before."""
         return self._tls.pending() == 0 and self._tcp.is_quiet()
+
+    def untaken_bytes(self) -> int:
+        """Ciphertext, which is as good."""
+        return self._tcp.untaken_bytes()
 
     def shutdown_write(self) -> None:
         """Half-close the transport."""

@@ -109,6 +109,9 @@ class MemorySocket:
         pipe = self.incoming
         return not (pipe.data or pipe.ended or pipe.broken)
 
+    def untaken_bytes(self) -> int:
+        return len(self.outgoing.data)
+
     def shutdown_write(self) -> None:
         self.outgoing.end()
 

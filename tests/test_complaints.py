@@ -314,6 +314,7 @@ ELSEWHERE = {
     "no_compatible_pd_group",
     "breaker_open",
     "header_timeout",
+    "body_timeout",
     "worker_exists",
     "headers_too_large",
     "internal_error",

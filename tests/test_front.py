@@ -508,6 +508,36 @@ async def test_a_body_that_stops_coming_is_given_up(autojump_clock: MockClock) -
         assert ended(stream) == "end"
 
 
+async def test_a_body_that_dribbles_in_has_the_time_of_the_whole_request(
+    autojump_clock: MockClock,
+) -> None:
+    async with fronting(limits=evolve(LIMITS, call_seconds=100)) as front:
+        stream = await front.open()
+        await stream.send_all(POST + b"Content-Length: 500\r\n\r\n")
+        for _ in range(99):
+            await trio.sleep(1)
+            await stream.send_all(b"x")
+        assert heard(stream) == b""
+        await trio.sleep(1.1)
+
+        answer = heard(stream)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_timeout" in answer
+
+
+async def test_empty_lines_before_a_call_keep_no_connection_alive(
+    autojump_clock: MockClock,
+) -> None:
+    async with fronting() as front:
+        stream = await front.open()
+        for _ in range(14):
+            await trio.sleep(5)
+            await stream.send_all(b"\r\n")
+        await trio.sleep(5.1)
+
+        assert ended(stream) != "open"
+
+
 async def test_times_can_be_turned_off(autojump_clock: MockClock) -> None:
     limits = evolve(LIMITS, head_seconds=0, idle_seconds=0)
     async with fronting(limits=limits) as front:
