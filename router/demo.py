@@ -88,6 +88,7 @@ async def _demo() -> None:
             await _set_up(nursery, stage)
             await _scene_stream(stage)
             await _scene_failover(stage)
+            await _scene_move(stage)
             await _scene_kill(stage)
             await _scene_leave(stage)
             _say("\nEvery scene went as told. Next: docs/statemachines.md, and `baton check`.")
@@ -109,6 +110,7 @@ async def _set_up(nursery: trio.Nursery, stage: Stage) -> None:
         stage.workers.append(await _start(nursery, f"w{number}", words))
     urls = [f"{worker.url},id={worker.name}" for worker in stage.workers]
     flags = ["--port", "0", "--log-level", "warning", "--health-check-interval-secs", "1"]
+    flags += ["--migration-limit", "3"]
     stage.router = await _start(nursery, "router", ["serve", *flags, "--worker-urls", *urls])
     for child in (*stage.workers, stage.router):
         _say(f"  {child.name:7} {child.url}  (process {child.process.pid})")
@@ -179,12 +181,31 @@ async def _scene_failover(stage: Stage) -> None:
     raise SceneFailed("no request met the faulty worker")
 
 
-async def _scene_kill(stage: Stage) -> None:
-    _title("3. A worker is killed (SIGKILL); twelve requests, none fails")
-    victim = stage.workers[0]
+async def _scene_move(stage: Stage) -> None:
+    _title("3. A worker is killed in the middle of an answer; the client reads on")
+    whole = await _tell(stage, "demo-whole", tokens=40)
+    _say("  the same request again, and its worker is killed (SIGKILL) on the way:")
+    moved = await _tell(stage, "demo-moved", tokens=40, midway=partial(_kill_who_serves, stage))
+    _check(moved == whole, "both texts are the same")
+    _say("  both texts are the same, character by character")
+    await _show_path(stage, "demo-moved")
+
+
+async def _kill_who_serves(stage: Stage) -> None:
+    serving = [name for name, count in (await stage.in_flight()).items() if count]
+    _check(len(serving) == 1, "one worker serves the stream")
+    await _kill(stage, serving[0])
+    sys.stdout.write(f" ⟪{serving[0]} is killed⟫")
+
+
+async def _kill(stage: Stage, name: str) -> None:
+    victim = next(worker for worker in stage.workers if worker.name == name)
     os.kill(victim.process.pid, signal.SIGKILL)
     await victim.process.wait()
-    _say(f"  {victim.name} is dead")
+
+
+async def _scene_kill(stage: Stage) -> None:
+    _title("4. With one worker dead, twelve requests, none fails")
     results: list[int] = []
     async with trio.open_nursery() as nursery:
         for _ in range(12):
@@ -205,7 +226,7 @@ async def _ask_whole(stage: Stage, results: list[int]) -> None:
 
 
 async def _scene_leave(stage: Stage) -> None:
-    _title("4. A client leaves in the middle of its answer; the engine is free at once")
+    _title("5. A client leaves in the middle of its answer; the engine is free at once")
     request_id = "demo-leave"
     async with _streaming(stage, request_id, tokens=2000) as lines:
         seen = 0
@@ -248,10 +269,19 @@ async def _streaming(
         yield answer.aiter_lines()
 
 
-async def _tell(stage: Stage, request_id: str, *, tokens: int) -> str:
-    """Show a stream as it comes; returns its text, and checks that it ended well."""
+async def _tell(
+    stage: Stage,
+    request_id: str,
+    *,
+    tokens: int,
+    midway: Callable[[], Awaitable[None]] | None = None,
+) -> str:
+    """Show a stream as it comes; returns its text, and checks that it ended well.
+
+    `midway` happens once half of it has come.
+    """
     sys.stdout.write("  client reads: ")
-    text, is_done = "", False
+    text, is_done, pieces = "", False, 0
     async with _streaming(stage, request_id, tokens=tokens) as lines:
         async for line in lines:
             if line == "data: [DONE]":
@@ -259,6 +289,9 @@ async def _tell(stage: Stage, request_id: str, *, tokens: int) -> str:
             elif line.startswith("data: "):
                 piece = _text_of(line)
                 text += piece
+                pieces += 1
+                if midway is not None and pieces == tokens // 2:
+                    await midway()
                 sys.stdout.write(piece)
                 sys.stdout.flush()
     _say("")
