@@ -1,0 +1,151 @@
+"""Plans drawn by luck: whatever goes wrong, in whatever order, the promises hold.
+
+Swarm fashion: first is drawn which kinds of faults are on in this plan, then where and when they
+strike. Ties in time are meant to happen, bytes are cut by a seed, and Trio's scheduler is part of
+the example. The standing promises are the assertion; a plan that breaks one is printed, and
+becomes a story.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.sim.fault_kinds import KINDS
+from tests.simulate import Client, Engine, Plan, simulate
+
+#: Moments, in seconds. Few of them, so that things happen at the same one.
+MOMENTS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 7.0])
+EVENTS = st.integers(0, 7).map(lambda count: f"after_events={count}")
+PLACES = st.sampled_from(["at=head", "at=finish", "at=done"])
+SECONDS = st.sampled_from(["0.1", "1", "4", "30"])
+CODES = st.sampled_from([400, 404, 429, 500, 503])
+HOW_TO_CUT = st.sampled_from(["reset=true", "inside_bytes=7"])
+#: Not JSON or UTF-8 that is none: such events pass, and then no text is right.
+GARBAGE = ["status_line", "header", "two_lengths", "chunk_size", "chunk_end"]
+GARBAGE += ["short_body", "long_body", "after_end"]
+#: What engines of a plan may suffer: fragments that are put together to faults.
+FAULTS: dict[str, st.SearchStrategy[str]] = {
+    "delay": st.builds("delay,head={},first_token={}".format, SECONDS, SECONDS),
+    "status": st.builds("status,code={}".format, CODES),
+    "empty": st.just("empty"),
+    "hang": st.builds("hang,{}".format, EVENTS | PLACES),
+    "cut": st.builds("cut,{},{}".format, EVENTS | PLACES, HOW_TO_CUT),
+    "pause": st.builds("pause,{},seconds={}".format, EVENTS, SECONDS),
+    "error_event": st.builds("error_event,{},code={}".format, EVENTS, CODES),
+    "abort": st.builds("abort,{}".format, EVENTS),
+    "end": st.builds("end,{},done={}".format, EVENTS, st.sampled_from(["true", "false"])),
+    "garbage": st.builds(
+        "garbage,what={},after_events=3".format,
+        st.sampled_from(GARBAGE),
+    ),
+    "gzip": st.just("gzip"),
+    "close_after": st.just("close_after"),
+    "close_reused": st.just("close_reused"),
+    "close_delimited": st.just("close_delimited"),
+    "interim": st.just("interim"),
+    "slow_reader": st.just("slow_reader,bytes_per_second=200"),
+    "dribble": st.just("dribble,bytes=9,seconds=0.001"),
+    "lump": st.just("lump,events=3"),
+    "comments": st.just("comments"),
+    "crlf": st.just("crlf"),
+    "padding": st.just("padding,bytes=40000"),
+    "drop": st.just("drop"),
+    "mute": st.just("mute"),
+    **{
+        kind.name: st.builds(f"{kind.name},{{}},restart_after={{}}".format, EVENTS, SECONDS)
+        for kind in KINDS.values()
+        if kind.family == "engine" and kind.name != "refuse"
+    },
+    "refuse": st.builds("refuse,restart_after={}".format, SECONDS),
+}  # fmt: skip
+WHEN = st.sampled_from(["request=1:", "request=2:", "times=1:", "every=2:", ""])
+SETTINGS: dict[str, st.SearchStrategy[object]] = {
+    "policy": st.sampled_from(["round_robin", "random", "least_load", "power_of_two"]),
+    "request_max_retries": st.integers(0, 3),
+    "first_token_timeout_secs": st.sampled_from([2.0, 9.0]),
+    "stream_idle_timeout_secs": st.sampled_from([1.5, 6.0]),
+    "request_timeout_secs": st.sampled_from([1.2, 7.0, 40.0]),
+    "client_stall_timeout_secs": st.sampled_from([0.5, 5.0]),
+    "suspect_idle_secs": st.sampled_from([0.0, 1.0]),
+    "breaker_failure_threshold": st.integers(0, 2),
+    "max_concurrent_requests": st.integers(0, 3),
+    "queue_size": st.integers(0, 3),
+    "queue_timeout_secs": st.sampled_from([0.5, 3.0]),
+    "drain_timeout_secs": st.sampled_from([0.0, 2.0]),
+    "max_body_bytes": st.sampled_from([5000, 1_000_000]),
+    "worker_keep_alive_secs": st.sampled_from([0.0, 4.0]),
+}
+#: Silence ends by these at the latest, so that no run is longer than it must be.
+PATIENCE: dict[str, object] = {
+    "first_token_timeout_secs": 12.0,
+    "stream_idle_timeout_secs": 8.0,
+    "request_timeout_secs": 60.0,
+    "client_stall_timeout_secs": 20.0,
+}
+
+
+@st.composite
+def clients(draw: st.DrawFn, faults: st.SearchStrategy[str]) -> Client:
+    """A client with its moments and, now and then, a fault of its own."""
+    at = draw(MOMENTS)
+    ways_to_leave = st.sampled_from(["leaves_at", "half_closes_at", "resets_at"])
+    moments: dict[str, float] = {}
+    if draw(st.integers(0, 3)) == 0:
+        moments[draw(ways_to_leave)] = at + draw(MOMENTS)
+    following = st.builds(Client, at=MOMENTS, tokens=st.integers(1, 4), stream=st.booleans())
+    return Client(
+        at=at,
+        stream=draw(st.booleans()),
+        chat=draw(st.booleans()),
+        tokens=draw(st.integers(1, 9)),
+        fault=draw(st.just("") | faults),
+        reads_from=at + draw(MOMENTS) * draw(st.integers(0, 1)),
+        http_10=draw(st.integers(0, 7)) == 0,
+        then=tuple(draw(st.lists(following, max_size=2))),
+        **moments,  # type: ignore[arg-type]  # names drawn above
+    )
+
+
+def happenings(engines: int) -> st.SearchStrategy[tuple[float, str]]:
+    """Things that are done to workers, and to the router itself."""
+    numbers = st.integers(0, engines - 1)
+    words = st.sampled_from(["drain", "silent", "heal"])
+    return st.tuples(MOMENTS, st.builds("{} {}".format, words, numbers) | st.just("stop"))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """A plan in which some kinds of faults are on, and the others are off."""
+    kinds = draw(st.lists(st.sampled_from(sorted(FAULTS)), min_size=1, max_size=4, unique=True))
+    faults = st.builds("{}{}".format, WHEN, st.one_of([FAULTS[kind] for kind in kinds]))
+    several = st.lists(faults, max_size=2).map(";".join)
+    kind = draw(st.sampled_from(["vllm", "sglang"]))
+    engine = st.builds(
+        Engine,
+        kind=st.just(kind),
+        faults=several,
+        token_seconds=st.sampled_from([0.0, 0.1]),
+        first_token_seconds=st.sampled_from([0.0, 1.0]),
+    )
+    engines = draw(st.lists(engine, min_size=1, max_size=4))
+    names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), max_size=5, unique=True))
+    return Plan(
+        engines=tuple(engines),
+        clients=tuple(draw(st.lists(clients(faults), min_size=1, max_size=6))),
+        settings=PATIENCE | {name: draw(SETTINGS[name]) for name in names},
+        cuts=draw(st.none() | st.integers(0, 1000)),
+        luck=draw(st.integers(0, 100)),
+        pipe_bytes=draw(st.sampled_from([2000, 64 * 1024])),
+        happenings=tuple(draw(st.lists(happenings(len(engines)), max_size=2))),
+    )
+
+
+@given(st.random_module(), plans())
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_promises_hold_under_faults(schedule: object, plan: Plan) -> None:
+    simulate(plan)
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    assert set(FAULTS) == set(KINDS)
