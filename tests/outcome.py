@@ -98,6 +98,46 @@ class Got:
         return found
 
     @property
+    def choices(self) -> list[dict[str, object]]:
+        """All choices of all events, in order."""
+        found = [chunk.get("choices") or () for chunk in self.chunks]
+        return [one for each in found if isinstance(each, list) for one in each]
+
+    @property
+    def indices(self) -> set[object]:
+        """Which choices there were."""
+        return {one.get("index") for one in self.choices}
+
+    @property
+    def roles(self) -> int:
+        """How often a role was told."""
+        deltas = [one.get("delta") for one in self.choices]
+        return sum(isinstance(delta, dict) and "role" in delta for delta in deltas)
+
+    @property
+    def finishes(self) -> list[object]:
+        """Every finish reason that was given."""
+        return [one["finish_reason"] for one in self.choices if one.get("finish_reason")]
+
+    @property
+    def usages(self) -> list[dict[str, object]]:
+        """The usage of every event that has nothing else."""
+        found = [each.get("usage") for each in self.chunks if not each.get("choices")]
+        return [usage for usage in found if isinstance(usage, dict)]
+
+    @property
+    def ids(self) -> list[object]:
+        """Token ids of the output that the client was given."""
+        found = [one.get("token_ids") for one in self.choices]
+        return [id_ for ids in found if isinstance(ids, list) for id_ in ids]
+
+    @property
+    def prompt_ids(self) -> list[object]:
+        """Every list of prompt ids that the client was given."""
+        found = [holder.get("prompt_token_ids") for holder in (*self.chunks, *self.choices)]
+        return [ids for ids in found if ids is not None]
+
+    @property
     def error(self) -> dict[str, object] | None:
         """The error it was told, as a body or as an event."""
         for each in self.events if self.is_events else [self.plain]:
@@ -189,6 +229,28 @@ class Outcome:
     def work(self, number: int) -> list[Received]:
         """The requests that this engine was given to work on."""
         return [each for each in self.engines[number].requests if each.method == "POST"]
+
+    def asked(self, number: int) -> list[dict[str, object]]:
+        """The bodies of the clients' requests that this engine was given, decoded."""
+        own = [each for each in self.work(number) if "x-request-id" in each.headers]
+        return [_decode(each.body) for each in own]
+
+    @property
+    def moves(self) -> dict[str, float]:
+        """Moves that were counted, by reason and mode."""
+        found = {}
+        for key, value in self.metrics.items():
+            if key.startswith("baton_migrations_total{"):
+                mode, reason = re.findall('="([a-z_]*)"', key)
+                found[f"{reason} {mode}"] = value
+        return found
+
+    @property
+    def stuck(self) -> dict[str, float]:
+        """Streams that could not go on, by reason."""
+        name = "baton_migrations_failed_total{"
+        found = {key: value for key, value in self.metrics.items() if key.startswith(name)}
+        return {re.findall('="([a-z_]*)"', key)[0]: value for key, value in found.items()}
 
     def count(self, name: str, **labels: str) -> float:
         """A metric's value; 0 where the series does not exist."""

@@ -19,6 +19,12 @@ class Engine:
     token_seconds: float = 0.1
     first_token_seconds: float = 1.0
     model: str = "tiny"
+    #: Its weights and its limits; see `router.sim.settings`.
+    eos_every: int = 0
+    ambiguous: bool = False
+    tokens_per_chunk: int = 1
+    context_length: int = 4096
+    seed: int = 0
     #: More options of the worker, as they may follow its URL.
     options: str = ""
     #: A timetable instead of a pace and of faults; see tests/scripted.py.

@@ -66,6 +66,7 @@ def check(outcome: Outcome) -> None:
     for got in outcome.got:
         if got.client.raw is None:
             its_answer_is_right(got)
+            it_is_one_stream(got)
             its_error_has_the_one_shape(outcome, got)
             its_end_is_visible(outcome, got)
             its_headers_are_clean(got)
@@ -88,9 +89,28 @@ def its_history_is_legal(ticket: Ticket) -> None:
 
 
 def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
-    retries = outcome.plan.settings.get("request_max_retries", 1)
+    """Further ones while the client has nothing; later, no worker twice and no move too many."""
+    retries, moves = (
+        outcome.plan.settings.get(name, default)
+        for name, default in (("request_max_retries", 1), ("migration_limit", 0))
+    )
     assert isinstance(retries, int)
-    assert ticket.attempts <= 1 + retries, f"{ticket.id} had {ticket.attempts} attempts"
+    assert isinstance(moves, int)
+    facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
+    given_back = sum(fact == "handed_back" for _, fact, _ in facts)
+    begun = sum(source is RequestState.QUEUED for source, fact, _ in facts if fact == "admitted")
+    assert begun <= 1 + retries + given_back, f"{ticket.id} began {begun} times"
+    resumed = ticket.attempts - begun
+    rephrased = sum(_is_rephrased(each) for each in facts)
+    assert resumed <= len(outcome.engines) - begun + rephrased, f"{ticket.id} resumed {resumed}"
+    made = sum(
+        source is RequestState.RESUMING for source, fact, _ in facts if fact == "first_token"
+    )
+    assert made <= moves, f"{ticket.id} moved {made} times"
+
+
+def _is_rephrased(taken: tuple[object, str, object]) -> bool:
+    return taken[1:] == ("rejected", RequestState.MIGRATING)
 
 
 def it_ended_in_time(outcome: Outcome, ticket: Ticket) -> None:
@@ -131,8 +151,14 @@ def no_engine_works_for_nobody(outcome: Outcome) -> None:
 
 
 def no_engine_is_asked_twice(outcome: Outcome) -> None:
-    """One request goes to one worker once; twice only where a kept connection was stale."""
+    """One request goes to one worker once; twice only where a kept connection was stale.
+
+    A continuation that was refused may come again in its other form.
+    """
     named = Counter(ticket.id for ticket in outcome.tickets)
+    for ticket in outcome.tickets:
+        facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
+        named[ticket.id] += sum(map(_is_rephrased, facts))
     for number, engine in enumerate(outcome.engines):
         asked: dict[str, list[bool]] = {}
         for each in outcome.work(number):
@@ -153,6 +179,34 @@ def its_answer_is_right(got: Got) -> None:
         assert got.text in right, f"an incomplete answer ended cleanly: {got.text!r} of {right}"
 
 
+def it_is_one_stream(got: Got) -> None:
+    """However many workers it took: one identity, role, finish, usage and end; no foreign ids."""
+    if not (got.client.is_judged and got.is_events and got.status == 200):
+        return
+    for name in ("id", "object", "created", "model"):
+        assert len({str(chunk.get(name)) for chunk in got.chunks}) <= 1, f"two values of {name}"
+    choices = max(1, len(got.indices))
+    assert got.roles <= choices, f"{got.roles} roles"
+    assert len(got.finishes) <= choices, f"finished as {got.finishes}"
+    assert len(got.usages) <= 1, got.usages
+    assert got.events.count(b"[DONE]") <= 1
+    assert not got.ids or got.client.extra.get("return_token_ids"), "ids that nobody asked for"
+    assert not got.is_done or got.events[-1] == b"[DONE]"
+    if got.ending == "clean" and got.is_done and len(got.indices) == 1:
+        is_told = [one for one in got.direct if one.text == got.text]
+        same = [one for one in is_told if _facts_of(one) == _facts_of(got)]
+        assert same or not is_told, f"{_facts_of(got)}, not {[_facts_of(one) for one in is_told]}"
+
+
+def _facts_of(got: Got) -> object:
+    """What of a whole stream does not depend on who wrote it, besides its text."""
+    counts = [
+        {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        for usage in got.usages
+    ]
+    return got.finishes, counts, got.ids if got.client.extra.get("return_token_ids") else []
+
+
 def its_end_is_visible(outcome: Outcome, got: Got) -> None:
     """A stream that failed never ends cleanly, and says why; one that ended well says so."""
     if got.status != 200 or not got.is_events or "content-encoding" in got.headers:
@@ -164,11 +218,10 @@ def its_end_is_visible(outcome: Outcome, got: Got) -> None:
         assert got.finish is not None or not got.client.is_judged, "no finish, and a clean end"
     if got.ending == "cut":
         assert not got.is_done, "[DONE] before a cut"
-    if got.ending == "cut" and not _was_given_up(outcome, got):
-        # An HTTP/1.0 body is cut by a reset, which may overtake the last words.
-        if not got.client.http_10:
-            assert got.plain.endswith((b"\n\n", b"\r\n\r\n")), "an event was cut"
-            assert got.error is not None, "cut without a word"
+    # An HTTP/1.0 body is cut by a reset, which may overtake the last words.
+    if got.ending == "cut" and not got.client.http_10 and not _was_given_up(outcome, got):
+        assert got.plain.endswith((b"\n\n", b"\r\n\r\n")), "an event was cut"
+        assert got.error is not None, "cut without a word"
 
 
 def _was_given_up(outcome: Outcome, got: Got) -> bool:

@@ -170,6 +170,11 @@ def _make_engine(engine: Engine, name: str) -> SimEngine:
             model=engine.model,
             token_seconds=engine.token_seconds,
             first_token_seconds=engine.first_token_seconds,
+            eos_every=engine.eos_every,
+            ambiguous=engine.ambiguous,
+            tokens_per_chunk=engine.tokens_per_chunk,
+            context_length=engine.context_length,
+            seed=engine.seed,
             # mypy knows `tuple` as a converter only by its type variable.
             faults=(engine.faults,) if engine.faults else (),  # type: ignore[arg-type]
         )
@@ -191,14 +196,17 @@ async def _start_engine(
 
 
 async def _happen(run: _Run, moment: float, what: str) -> None:
-    """One of: "drain N", "remove N", "add N", "stop", "faults N TEXT", "heal N", "silent N"."""
+    """One of: "drain N [SECONDS]", "remove N", "add N", "stop", "faults N TEXT", "heal N", "silent N".
+
+    A drain with seconds has a window, after which streams that can move are moved.
+    """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
     number, _, text = rest.partition(" ")
     place = int(number or 0)
     app, engine = run.app, run.engines[place]
     happen: dict[str, Callable[[], object]] = {
-        "drain": lambda: app.fleet.drain(worker_id(place)),
+        "drain": lambda: _drain(app, worker_id(place), text),
         "remove": lambda: app.fleet.remove(worker_id(place)),
         "add": lambda: app.fleet.add(_spec(place, run.plan.engines[place])),
         "stop": app.ask_to_stop,
@@ -207,6 +215,13 @@ async def _happen(run: _Run, moment: float, what: str) -> None:
         "silent": lambda: run.network.silent.add((HOST, 9000 + place)),
     }
     happen[word]()
+
+
+def _drain(app: App, worker: str, seconds: str) -> None:
+    if seconds:
+        app.drain_worker(app.fleet.get(worker), float(seconds))
+    else:
+        app.fleet.drain(worker)
 
 
 async def _look(run: _Run, moment: float) -> None:
@@ -361,9 +376,13 @@ def _kinds(plan: Plan, client: Client) -> Iterable[Engine]:
     if client.raw is not None or client.method != "POST":
         return ()
     model = client.model or (plan.engines[0].model if plan.engines else "tiny")
-    return {each.kind: Engine(kind=each.kind, model=each.model, token_seconds=0,
-                              first_token_seconds=0)
-            for each in plan.engines if each.model == model}.values()  # fmt: skip
+    return {
+        (each.kind, each.seed): attrs.evolve(
+            each, faults="", script="", options="", token_seconds=0.0, first_token_seconds=0.0,
+            tokens_per_chunk=1,
+        )
+        for each in plan.engines if each.model == model
+    }.values()  # fmt: skip
 
 
 async def _ask_directly(engine: Engine, client: Client) -> Got:
