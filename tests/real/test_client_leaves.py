@@ -17,7 +17,7 @@ from tests.real.requests import TEXT, long
 
 pytestmark = pytest.mark.real
 
-STREAM_SECONDS = {"vllm": 1.0, "sglang": 2.0}
+STREAM_SECONDS = {"vllm": 1.0, "sglang": 4.0}
 UNARY_SECONDS = {"vllm": 1.0, "sglang": 5.0}
 BUSY_SECONDS = 5.0
 IDLE_SECONDS = 30.0
