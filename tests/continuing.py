@@ -44,18 +44,6 @@ _DIALECTS: dict[str, type[Dialect]] = {"vllm": VllmDialect, "sglang": SglangDial
 
 
 @define(eq=False)
-class OpenChoice(Choice):
-    """vLLM holds nothing back for stop strings that it leaves in the answer (0.32)."""
-
-    def _release(self) -> str | None:
-        if self.manner.holds_characters and self.limits.keeps_stop_text:
-            text, self._unsent = self._unsent, ""
-            self._recent = (self._recent + text)[-max(self.limits.longest_stop - 1, 1) :]
-            return text
-        return super()._release()
-
-
-@define(eq=False)
 class Engine:
     """A simulated engine as a function from a request to events."""
 
@@ -85,7 +73,7 @@ class Engine:
             return job
         model = Model(self.seed, self.eos_every, self.ambiguous)
         choices = [
-            OpenChoice(
+            Choice(
                 i, job.prompts[i // job.n], job.limits[i // job.n], dialect.manner,
                 model.start(job.prompts[i // job.n], choice=0 if job.greedy else i % job.n),
             )

@@ -30,9 +30,12 @@ def prompt_for_vllm(
 
 
 def prompt_for_sglang(messages: Sequence[Message], *, continue_final: bool) -> list[int]:
-    """A trailing assistant turn is encoded by itself and appended, or becomes a user's turn."""
+    """A trailing assistant turn is encoded by itself and appended, or becomes a user's turn.
+
+    But only where its content is a string; a list of parts is left alone.
+    """
     last = messages[-1]
-    if last.role != "assistant":
+    if last.role != "assistant" or last.is_parts:
         return tokens.encode(_render(messages) + _GENERATION_PROMPT)
     if continue_final:
         opened = tokens.encode(_render(messages[:-1]) + _GENERATION_PROMPT)

@@ -1,11 +1,12 @@
 """From tokens to the text a client is shown, the way each engine does it.
 
 vLLM's ids run ahead of its text: it keeps back as many characters as the longest stop string
-less one, and drops an unfinished character at the end. SGLang keeps back whole chunks, ids and
-all, while their end looks like the beginning of a stop string, and flushes an unfinished
-character as a replacement character. A prompt that ends inside a character makes vLLM repeat
-the whole prompt and SGLang lose the character (vLLM 0.32.0, SGLang 0.5.23, recorded streams).
-A router has to get its text right on top of this, so it must never be made nicer than it is.
+less one (none where stop strings stay in the answer), and drops an unfinished character at the
+end. SGLang keeps back whole chunks, ids and all, while their end looks like the beginning of a
+stop string, and flushes an unfinished character as a replacement character. A prompt that ends
+inside a character makes vLLM repeat the whole prompt and SGLang lose the character (vLLM 0.32.0,
+SGLang 0.5.23, recorded streams). A router has to get its text right on top of this, so it must
+never be made nicer than it is.
 """
 
 import codecs
@@ -79,7 +80,7 @@ class Choice:
     _held_ids: list[int] = field(factory=list, init=False)
     _unsent: str = field(default="", init=False)
     _recent: str = field(default="", init=False)
-    """The end of the text that was given out: a stop string may begin in it (SGLang)."""
+    """The end of the text that was given out: a stop string may begin in it."""
     _repeat: str = field(default="", init=False)
     _lost: int = field(default=0, init=False)
 
@@ -175,6 +176,9 @@ class Choice:
         """The text that may go out now; None if the whole chunk has to wait."""
         text, self._unsent = self._unsent, ""
         if self.finish is not None or not self.limits.stop:
+            return text
+        if self.manner.holds_characters and self.limits.keeps_stop_text:
+            self._recent = (self._recent + text)[-max(self.limits.longest_stop - 1, 1) :]
             return text
         keep = max(self.limits.longest_stop - 1, 0)
         if self.manner.holds_characters:

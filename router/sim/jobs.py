@@ -183,6 +183,7 @@ class Message:
 
     role: str
     content: str
+    is_parts: bool = False
 
 
 def messages_of(value: object) -> list[Message] | None:
@@ -193,7 +194,8 @@ def messages_of(value: object) -> list[Message] | None:
     for item in value:
         if not isinstance(item, dict) or not isinstance(role := item.get("role"), str):
             return None
-        turns.append(Message(role, _text_of(item.get("content"))))
+        content = item.get("content")
+        turns.append(Message(role, _text_of(content), is_parts=isinstance(content, list)))
     return turns
 
 
