@@ -196,6 +196,7 @@ class ClientChannel(Channel):
         self.reply_begun = True
         self.reply_chunked = not self.current.http_10
         self._until_close = self.current.http_10
+        self._is_whole = False
         if self.reply_chunked:
             head = self._head(status, lines) + b"transfer-encoding: chunked\r\n\r\n"
         else:

@@ -315,6 +315,18 @@ async def test_to_an_old_client_a_cut_is_a_reset() -> None:
         assert ended(stream) == "reset"
 
 
+async def test_a_whole_reply_before_it_does_not_make_a_cut_one_whole() -> None:
+    async def whole_then_cut(channel: ClientChannel, call: Call) -> None:
+        await (cut_after_a if call.http_10 else stream_abc)(channel, call)
+
+    async with fronting(whole_then_cut) as front:
+        stream = await front.open()
+        await stream.send_all(GET % b"a" + b"GET / HTTP/1.0\r\n\r\n")
+        await wait_all_tasks_blocked()
+
+        assert ended(stream) == "reset"
+
+
 #### refusals
 
 
