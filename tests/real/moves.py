@@ -36,6 +36,8 @@ PROMPTS = (
 STOPS = ("none", "never", "middle", "long")
 HELD_MAX = 64
 """Characters that a router may add at a seam: what engines hold back for stop strings."""
+EARLY_TOKENS = 16
+"""A request that loses two workers before so many tokens is suspected, and moves no more."""
 NEVER = "said by nobody"
 STRICT = ("exact", "restart", "retry", "local", "empty")
 
@@ -105,16 +107,22 @@ class Break:
     verdict: Verdict
     gap_seconds: float | None = None
     detail: str = ""
+    #: What ended the first attempt.
+    how: str = "cut"
 
 
 class Moved(msgspec.Struct):
-    """The router's line for a move."""
+    """The router's line for a move, or for a request at its end."""
 
     event: str
     id: str = ""
+    worker: str | None = None
     mode: str = ""
     tokens: int = 0
     gap_seconds: float = 0.0
+
+
+_LINE = msgspec.json.Decoder(Moved)
 
 
 def moves_in(log: Path) -> dict[str, list[Moved]]:
@@ -122,9 +130,15 @@ def moves_in(log: Path) -> dict[str, list[Moved]]:
     found: dict[str, list[Moved]] = {}
     for line in log.read_bytes().splitlines():
         if b'"moved"' in line:
-            moved = msgspec.json.decode(line, type=Moved)
+            moved = _LINE.decode(line)
             found.setdefault(moved.id, []).append(moved)
     return found
+
+
+def last_workers_in(log: Path) -> dict[str, str | None]:
+    """Where each request ended, by its id."""
+    lines = (line for line in log.read_bytes().splitlines() if b'"request"' in line)
+    return {each.id: each.worker for each in map(_LINE.decode, lines)}
 
 
 #### the right answers
@@ -144,6 +158,12 @@ class References:
         ids = engine.kind == "vllm" or case.path == TEXT
         plain = Case(case.path, case.prompt, "none", ids, True, case.tokens, case.ignore_eos)
         return await self.direct(engine, case.path, plain.body([]))
+
+    async def counted(self, engine: Engine, case: Case) -> Told:
+        """The same as `right`, with the number of tokens in every event."""
+        fields = json.loads(case.body(await self.stops(engine, case)))
+        fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        return await self.direct(engine, case.path, json.dumps(fields).encode())
 
     async def stops(self, engine: Engine, case: Case) -> list[str]:
         if case.stop == "none":
@@ -187,7 +207,7 @@ def plans(kinds: Sequence[str], again: bool, rng: random.Random) -> Iterator[Pla
         rng.shuffle(cases)
         for case in cases:
             cuts = [Cut(rng.randrange(TOKENS + 3), rng.choice(ways))]
-            if again and rng.random() < 0.25:
+            if again and cuts[0].after > EARLY_TOKENS + 1 and rng.random() < 0.4:
                 cuts.append(Cut(rng.randrange(TOKENS // 2), rng.choice(ways)))
             yield Plan(case, tuple(cuts))
 
@@ -228,7 +248,7 @@ class Judge:
         verdict, detail = _compare(got, right, outcome, sent, is_strict=is_strict)
         if verdict is Verdict.WRONG and await self._is_the_engines(case, sent, moves):
             verdict = Verdict.ENGINE
-        if verdict in (Verdict.WRONG, Verdict.FAILED, Verdict.ENGINE):
+        if verdict is not Verdict.IDENTICAL:
             detail = f"{detail}\n{describe(outcome, sent, moves, right, got)}"
         pair = f"{kinds[0]} → {kinds[-1] if len(kinds) > 1 else '(nobody)'}"
         return [
@@ -351,7 +371,7 @@ def describe(
     lines += [f"moved {each}" for each in moves]
     for each in sent:
         lines += [f"sent to {each.engine.kind}: {each.body.decode()}"]
-        lines += [f"   {event.decode()}" for event in each.events()[-4 if each.was_cut else -60 :]]
+        lines += [f"   {event.decode()}" for event in each.events()[-6 if each.was_cut else -60 :]]
     lines += ["client read:", *(f"   {event.decode()}" for event in outcome.answer.events())]
     return "\n".join(lines)
 

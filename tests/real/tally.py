@@ -12,6 +12,7 @@ FILE = Path("build/real-migration.md")
 DETAILS = Path("build/real-migration-details.txt")
 HEAD = (
     "engines",
+    "break",
     "endpoint",
     "mode",
     "breaks",
@@ -36,21 +37,20 @@ class Tally:
         self.publish()
 
     def table(self) -> str:
-        rows: dict[tuple[str, str, str], list[Break]] = defaultdict(list)
+        rows: dict[tuple[str, str, str, str], list[Break]] = defaultdict(list)
         for each in self.breaks:
-            rows[each.pair, each.endpoint, each.mode].append(each)
+            rows[each.pair, each.how, each.endpoint, each.mode].append(each)
         lines = [HEAD, tuple("---" for _ in HEAD)]
         lines += [(*key, *_numbers(rows[key])) for key in sorted(rows)]
         if self.breaks:
-            lines.append(("all", "", "", *_numbers(self.breaks)))
+            lines.append(("all", "", "", "", *_numbers(self.breaks)))
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def publish(self) -> None:
         """Print it, and write it where documents are made of it."""
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(self.table())
-        bad = (Verdict.WRONG, Verdict.FAILED, Verdict.ENGINE)
-        details = [each for each in self.breaks if each.verdict in bad]
+        details = [each for each in self.breaks if each.verdict is not Verdict.IDENTICAL]
         DETAILS.write_text(
             "\n\n".join(f"{each.verdict.value} ({each.mode}) {each.detail}" for each in details)
         )

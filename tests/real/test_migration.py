@@ -8,15 +8,25 @@ import contextlib
 import os
 import random
 from collections.abc import AsyncIterator, Iterator
-from itertools import islice
+from itertools import groupby, islice
 
 import pytest
 import trio
 from attrs import define
 
 from tests.real.cutting import Cuts, Relay
+from tests.real.deaths import Dying, Stream, deaths, judge_death, long_cases, outlive
 from tests.real.engines import ENGINES, Engine
-from tests.real.moves import Judge, References, Verdict, break_streams, moves_in, plans
+from tests.real.moves import (
+    Break,
+    Judge,
+    References,
+    Verdict,
+    break_streams,
+    last_workers_in,
+    moves_in,
+    plans,
+)
 from tests.real.processes import log_of
 from tests.real.router import routed
 from tests.real.tally import Tally
@@ -24,14 +34,23 @@ from tests.real.tally import Tally
 pytestmark = pytest.mark.real
 
 BREAKS = int(os.environ.get("BATON_REAL_BREAKS", "150"))
+DEATHS = int(os.environ.get("BATON_REAL_DEATHS", "6"))
 SEED = int(os.environ.get("BATON_REAL_SEED", "1"))
 AT_ONCE = 4
 FLAGS = (
-    "--migration-limit 3 --policy random --breaker-failure-threshold 0 --log-format json"
+    "--migration-limit 3 --breaker-failure-threshold 0 --log-format json"
     " --health-check-interval-secs 2 --health-check-timeout-secs 4"
 )
 #: Who is broken with whom, in which share of all breaks; both directions of a mixed pair.
 PAIRS = {("vllm", "vllm"): 0.3, ("sglang", "sglang"): 0.2, ("vllm", "sglang"): 0.5}
+
+PAIRS_OF_DEATHS = {
+    kinds: list(group)
+    for kinds, group in groupby(
+        sorted(deaths(DEATHS), key=lambda each: each.pair),
+        key=lambda each: (each.kind, each.survivor),
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +78,7 @@ async def stage(engines: tuple[Engine, Engine], relays_each: int) -> AsyncIterat
             for engine in engines
             for _ in range(relays_each)
         ]
-        router = routed(*(relay.url for relay in relays), flags=FLAGS)
+        router = routed(*(relay.url for relay in relays), flags=f"{FLAGS} --policy random")
         # In a thread, since the relays must answer the router's probes meanwhile.
         port = await trio.to_thread.run_sync(router.__enter__)
         try:
@@ -93,3 +112,50 @@ async def test_cut_streams_tell_the_right_answer(tally: Tally, kinds: tuple[str,
 
     tally.add(breaks)
     assert [each for each in breaks if each.verdict is Verdict.WRONG] == []
+
+
+@pytest.mark.parametrize("kinds", PAIRS_OF_DEATHS, ids="-".join)
+async def test_streams_outlive_their_engine(tally: Tally, kinds: tuple[str, str]) -> None:
+    references, breaks = References(), list[Break]()
+
+    with ENGINES[kinds[1]]() as survivor:
+        answering: Engine | None = None
+        for number, death in enumerate(PAIRS_OF_DEATHS[kinds]):
+            with ENGINES[death.kind]() as dying:
+                answering = answering or dying
+                for case in long_cases(kinds):
+                    await references.right(answering, case)
+                found = await _die(number, death, dying, survivor, answering, references)
+            breaks += found
+
+    tally.add(breaks)
+    assert [each for each in breaks if each.verdict is Verdict.WRONG] == []
+    assert any(each.mode in ("exact", "text") for each in breaks)
+
+
+async def _die(
+    number: int,
+    death: Dying,
+    dying: Engine,
+    survivor: Engine,
+    answering: Engine,
+    references: References,
+) -> list[Break]:
+    """One death; the streams of the engine that lives are not counted."""
+    streams = [
+        Stream(f"{death.kind}-{death.survivor}-{number}-{place}", case)
+        for place, case in enumerate(long_cases((death.kind, death.survivor)))
+    ]
+    router = routed(dying.url, survivor.url, flags=FLAGS)
+    port = await trio.to_thread.run_sync(router.__enter__)
+    try:
+        await outlive(dying, death.how, port, streams, references)
+    finally:
+        router.__exit__(None, None, None)
+    log = log_of(f"router-{port}")
+    moves, last = moves_in(log), last_workers_in(log)
+    return [
+        await judge_death(stream, death, answering, references, moves.get(stream.id, []))
+        for stream in streams
+        if stream.id in moves or last.get(stream.id) == dying.url.removeprefix("http://")
+    ]
