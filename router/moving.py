@@ -23,6 +23,7 @@ from router.migration.continuation import (
     resume,
 )
 from router.migration.record import Record
+from router.migration.settling import Unsettled
 from router.migration.shape import Shape
 from router.worker import Worker
 
@@ -88,6 +89,8 @@ class Moving:
     def can_migrate(self) -> bool:
         """A move may be tried; a spent budget needs no move, only an end."""
         record = self.record
+        if self.unsettled is not None:
+            return True
         if record.has_content and (record.poison is not None or record.is_too_long):
             return False
         rest = record.rest()
@@ -133,7 +136,7 @@ class Moving:
     def own_end(self) -> bytes | None:
         """The end of an answer whose budget is spent: no worker is needed for it."""
         rest = self.record.rest()
-        if rest is None or rest > 0 or not isinstance(self.agreed, Agreed):
+        if rest is None or rest > 0 or self.agreed is None:
             return None
         target = Target("", None)
         outcome = build(self.record, self.body, target, self.agreed, refused=self.refused)
@@ -154,6 +157,11 @@ class Moving:
         self.lost_at = None
         self.tries = 0
         self.refused = frozenset()
+
+    @property
+    def unsettled(self) -> Unsettled | None:
+        """The last event of a whole answer, of which it is not known how many tokens count."""
+        return None if self.attempt is None else self.attempt.unsettled
 
     def tail(self) -> bytes:
         """What a stream whose finish was delivered still lacks."""

@@ -26,8 +26,14 @@ def close(record: Record, finish: str, stopped_by: str | int | None = None) -> b
 
 
 def usage_event(record: Record) -> bytes:
-    """The last chunk, with nothing but usage; empty where it was not asked for or was given."""
-    if not record.shape.asks_usage or record.gave_usage or record.prompt_tokens is None:
+    """The last chunk, with nothing but usage; empty where it was not asked for, given or known.
+
+    Tokens of a poisoned stream are not counted.
+    """
+    is_known = not record.is_miscounted and record.poison is None
+    if not record.shape.asks_usage or record.gave_usage or not is_known:
+        return b""
+    if record.prompt_tokens is None:
         return b""
     record.gave_usage = True
     return event_of(record.identity() | {"choices": [], "usage": usage_of(record)})

@@ -110,8 +110,10 @@ class Noting(Judge):
         if self._is_chat and choice.token_ids is None and chunk.usage is None:
             # SGLang's finish has no usage; the token that stopped it is counted in the last chunk.
             found = choices_of(decode(data) or {})
-            if found and type(found[0].get("matched_stop")) is int:
+            stopped_by = found[0].get("matched_stop") if found else None
+            if type(stopped_by) is int:
                 record.tokens += 1
+            record.is_miscounted = isinstance(stopped_by, str)
 
     def _meet_first(self, event: bytes, data: bytes) -> None:
         record = self.record

@@ -36,6 +36,8 @@ class Record:
     #: An honest finish of every choice seen was given.
     finish: str | None = None
     gave_usage: bool = False
+    #: The tokens of a stop string may have gone without a chunk, so that only the engine knows.
+    is_miscounted: bool = False
     poison: Poison | None = None
     #: Longer than may be carried; the content is no longer kept.
     is_too_long: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.moves import CUT, LONG, PLAIN, completion, is_told, is_whole, lose, more
+from tests.moves import CUT, PLAIN, completion, is_told, is_whole, lose, more
 from tests.simulate import Client
 
 USAGE: dict[str, object] = {"stream_options": {"include_usage": True}}
