@@ -175,8 +175,11 @@ class MovingRelay(StreamRelay):
 
     @property
     def tokens(self) -> tuple[int | None, int | None]:
-        """Tokens of the whole generation, over all attempts."""
-        return self.attempt.record.prompt_tokens, self.attempt.record.tokens
+        """Tokens of the whole generation, over all attempts; a poisoned record does not count."""
+        attempt = self.attempt
+        if attempt.record.poison is not None:
+            return attempt.prompt_tokens, attempt.completion_tokens
+        return attempt.record.prompt_tokens, attempt.record.tokens
 
     def _judge(self, events: list[bytes]) -> list[bytes]:
         attempt, forward = self.attempt, []
