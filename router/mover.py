@@ -21,10 +21,12 @@ from router.migration.agreement import (
     Agreed,
     Disagreed,
     Inquiry,
+    Question,
     question_body,
     read_answer,
 )
 from router.migration.continuation import CannotContinue, CompletedLocally, Continuation
+from router.migration.settling import Counting, Unsettled, settle
 from router.moving import Moving
 from router.worker import Fleet, Worker
 from statemachines.request import RequestState
@@ -59,16 +61,23 @@ class Mover:
         """
         moving = exchange.ticket.moving
         assert moving is not None
+        unsettled, tail = moving.unsettled, b""
         self.under_way.add(exchange)
         try:
             with trio.CancelScope() as exchange.asking:
-                await self._spread()
-                if moving.agreed is None:
-                    moving.agreed = await self._agree(exchange, moving)
+                if unsettled is not None:
+                    tail = await self._settle(exchange, moving, unsettled)
+                else:
+                    await self._spread()
+                    if moving.agreed is None:
+                        moving.agreed = await self._agree(exchange, moving)
         finally:
             exchange.asking = None
             self.under_way.discard(exchange)
         if exchange.ticket.state is not RequestState.MIGRATING:
+            return None
+        if unsettled is not None:
+            exchange.complete_without_leg("finish_seen", tail)
             return None
         return self._choose(exchange, moving, now)
 
@@ -88,10 +97,21 @@ class Mover:
                 found = found.answer(text)
         return found if isinstance(found, Agreed) else Disagreed()
 
-    async def _detokenize(self, exchange: Exchange, moving: Moving, inquiry: Inquiry) -> str | None:
+    async def _settle(self, exchange: Exchange, moving: Moving, unsettled: Unsettled) -> bytes:
+        """The end of an answer, whose last event had more tokens than the answer."""
+        found: Counting | int = unsettled.ask()
+        with trio.move_on_after(ASKING_SECONDS):
+            while isinstance(found, Counting):
+                found = found.answer(await self._detokenize(exchange, moving, found))
+        ids = found if isinstance(found, int) else len(unsettled.ids)
+        return settle(moving.record, unsettled, ids)
+
+    async def _detokenize(
+        self, exchange: Exchange, moving: Moving, question: Question
+    ) -> str | None:
         """Ask a worker whose tokens are those of the record; None where nobody answers."""
         for worker in self._kin(exchange, moving):
-            body = question_body(inquiry, worker.models[0] if worker.models else None)
+            body = question_body(question, worker.models[0] if worker.models else None)
             try:
                 answer = await self.client.post(
                     worker.url + "/detokenize",

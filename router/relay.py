@@ -68,6 +68,7 @@ class StreamRelay:
     is_poisoned = False
     is_cut_short = False
     is_unfaithful = False
+    is_unsettled = False
 
     @property
     def tokens(self) -> tuple[int | None, int | None]:
@@ -172,6 +173,11 @@ class MovingRelay(StreamRelay):
     def is_unfaithful(self) -> bool:  # type: ignore[override]
         """The worker did not go on with what it was sent."""
         return self.attempt.is_unfaithful
+
+    @property
+    def is_unsettled(self) -> bool:  # type: ignore[override]
+        """The answer is whole; how many tokens of its last event count has to be asked."""
+        return self.attempt.unsettled is not None
 
     @property
     def tokens(self) -> tuple[int | None, int | None]:

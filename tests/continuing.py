@@ -28,6 +28,7 @@ from router.migration.continuation import (
     resume,
 )
 from router.migration.record import Record
+from router.migration.settling import Counting, Unsettled, settle
 from router.migration.shape import Endpoint, examine
 from router.openai import Sign
 from router.sim.decoding import Choice
@@ -250,7 +251,17 @@ class Travel:
         assert isinstance(outcome, Continuation)
         self.modes.append(outcome.mode)
         attempt = resume(self.record, outcome)
-        return self.read(attempt, engine.events(outcome.path, outcome.body)[:cut])
+        sign = self.read(attempt, engine.events(outcome.path, outcome.body)[:cut])
+        if attempt.unsettled is None:
+            return sign
+        self._settle(engine, attempt.unsettled)
+        return None
+
+    def _settle(self, engine: Engine, unsettled: Unsettled) -> None:
+        found: Counting | int = unsettled.ask()
+        while isinstance(found, Counting):
+            found = found.answer(read_answer(engine.detokenize(question_body(found, None))))
+        self.client.sent += settle(self.record, unsettled, found)
 
 
 def chat(**more: object) -> Json:

@@ -165,8 +165,6 @@ def travel_anywhere(seed: int) -> None:
     travel.client.check()
     assert travel.client.text == whole.text, seed
     assert travel.client.finishes == whole.finishes, seed
-    if tokens_per_chunk > 1 and any(one.is_cut_short for one in travel.attempts):
-        return  # which of several ids completed the stop string is not known
     assert travel.client.ids == whole.ids, seed
     assert travel.client.last_usage == whole.last_usage, seed
 

@@ -10,6 +10,7 @@ at once; else it asks a worker of the same model to detokenize, and gives up rat
 from __future__ import annotations
 
 import unicodedata
+from typing import Protocol
 
 import msgspec
 from attrs import evolve, frozen
@@ -137,7 +138,14 @@ class _Prompt(msgspec.Struct):
 _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
-def question_body(inquiry: Inquiry, model: str | None) -> bytes:
+class Question(Protocol):
+    """What asks for the text of tokens."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+
+def question_body(inquiry: Question, model: str | None) -> bytes:
     """The body for `/detokenize`, which vLLM and SGLang both serve."""
     asked = {"model": model, "tokens": inquiry.tokens}
     return msgspec.json.encode({name: value for name, value in asked.items() if value is not None})

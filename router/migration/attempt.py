@@ -27,6 +27,7 @@ from router.migration.noting import Noting
 from router.migration.poison import Poison
 from router.migration.record import Record
 from router.migration.seam import Seam
+from router.migration.settling import CONTEXT_IDS, Unsettled
 from router.openai import LYING_FINISHES, Sign
 from router.sse import data_of
 
@@ -46,6 +47,7 @@ class Attempt(Noting):
         "is_cut_short",
         "is_unfaithful",
         "seam",
+        "unsettled",
     )
 
     def __init__(
@@ -67,6 +69,8 @@ class Attempt(Noting):
         self.is_cut_short = False
         #: The worker did not go on with what it was sent; the same form is not to be tried again.
         self.is_unfaithful = False
+        #: The answer ended here, inside an event; how many of its tokens count has to be asked.
+        self.unsettled: Unsettled | None = None
         self._expected = expected
         #: A finish that came before the worker told its prompt.
         self._unproven: tuple[bytes, bytes, Chunk] | None = None
@@ -139,6 +143,8 @@ class Attempt(Noting):
             self._prepare(event, data, chunk, choice, has_more)
         else:
             self._cross(self.seam, event, data, chunk, choice, skip)
+        if self.unsettled is not None:
+            return Sign.LIE
         if not text and not has_more:
             return Sign.DONE if self.is_cut_short else Sign.PREAMBLE
         record.has_content = True
@@ -194,9 +200,29 @@ class Attempt(Noting):
         if record.shape.asks_logprobs and self.forward:
             self._keep_logprobs(data_of(self.forward) or b"")
         if seam.stops.hit is not None:
-            self.is_cut_short = self.finished = True
-            record.finish = "stop"
+            self.finished, record.finish = True, "stop"
+            if (unsettled := self._unsettle(seam, choice)) is not None:
+                self.unsettled, self.forward = unsettled, b""
+                return
+            self.is_cut_short = True
             self.forward += usage_event(record) + DONE
+
+    def _unsettle(self, seam: Seam, choice: Choice) -> Unsettled | None:
+        """What has to be asked, where the client would see tokens from after the stop string."""
+        record, ids, delta = self.record, choice.token_ids, choice.delta
+        shape, text = record.shape, (choice.text if delta is None else delta.content) or ""
+        is_seen = shape.shows_tokens or shape.asks_usage
+        if not ids or len(ids) < 2 or not seam.stops.surplus or not is_seen:
+            return None
+        if not record.is_exact or record.prompt_ids is None:
+            return None
+        before = record.prompt_ids[-CONTEXT_IDS:] + record.ids[: -len(ids)]
+        return Unsettled(
+            self.forward,
+            ids=tuple(ids),
+            context=tuple(before[-CONTEXT_IDS:]),
+            text=text[: len(text) - seam.stops.surplus],
+        )
 
     def _is_faithful(self, chunk: Chunk, choice: Choice) -> bool:
         """Whether the worker's prompt is what it was sent; true while it has not told."""

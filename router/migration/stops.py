@@ -41,6 +41,7 @@ class StopSeam:
         "_window",
         "hit",
         "is_done",
+        "surplus",
     )
 
     def __init__(
@@ -58,6 +59,8 @@ class StopSeam:
         self._owns = owns
         #: The stop string that was found.
         self.hit: str | None = None
+        #: How many characters came after it, in the piece that completed it.
+        self.surplus = 0
         #: Nothing is held and nothing can be found any more: text passes.
         self.is_done = not waiting and not stops
 
@@ -78,16 +81,17 @@ class StopSeam:
         found = self._find() if may_stop and text else None
         self._checked = len(self._window)
         if found is not None:
-            self.hit, self.is_done = found[1], True
-            return self._give(found[0])
+            cut, self.hit, end = found
+            self.surplus, self.is_done = len(self._window) - end, True
+            return self._give(cut)
         undecided = len(self._window) if is_last else self._first_undecided()
         self.is_done = is_last or (not self._owns and undecided == len(self._window))
         given = self._give(undecided)
         self._forget()
         return given
 
-    def _find(self) -> tuple[int, str] | None:
-        """Where to cut and by which stop string: of the matches the one that ends first."""
+    def _find(self) -> tuple[int, str, int] | None:
+        """Where to cut, by which stop string, and its end: of the matches the first to end."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             at = self._window.find(stop, max(0, self._checked - len(stop) + 1))
@@ -97,7 +101,7 @@ class StopSeam:
         if best is None:
             return None
         end, at, stop = best
-        return (end if self._keeps else at), stop
+        return (end if self._keeps else at), stop, end
 
     def _first_undecided(self) -> int:
         """Where what could still become a match begins."""
