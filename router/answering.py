@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from router.errors import Refusal, nest_error
+from router.front import ClientChannel
 from router.headers import Headers
 from router.legs import Leg
 from router.openai import judge_answer
@@ -36,6 +37,8 @@ class Exchange(Protocol):
     whole_bytes_max: int
 
     @property
+    def channel(self) -> ClientChannel: ...
+    @property
     def route(self) -> RouteView: ...
     @property
     def now(self) -> float: ...
@@ -48,7 +51,7 @@ class Exchange(Protocol):
     def refuse_unfaithful(self, leg: Leg) -> None: ...
     def settle(self, leg: Leg) -> None: ...
     def complete_locally(self, leg: Leg, leg_fact: str, fact: str, *, is_marked: bool) -> None: ...
-    def pass_on(self, answering: Answering) -> None: ...
+    def pass_on(self, leg: Leg, answering: Answering) -> None: ...
     def write(self, data: bytes) -> None: ...
     def write_last(self, data: bytes) -> None: ...
     def respond(self, body: bytes) -> None: ...
@@ -59,76 +62,97 @@ class Exchange(Protocol):
 class Answering(Protocol):
     """One answer being read."""
 
-    def feed(self, leg: Leg, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """More of the body."""
 
-    def end(self, leg: Leg) -> None:
+    def end(self) -> None:
         """The body ended as its framing promised."""
 
-    def survives(self, leg: Leg, leg_fact: str) -> bool:
+    def survives(self, leg_fact: str) -> bool:
         """The leg is lost by this fact: end well if all that matters was there, or say no."""
 
 
 class StreamAnswering:
     """A stream of events."""
 
-    __slots__ = ("_exchange", "_relay")
+    __slots__ = ("_exchange", "_leg", "_reactor", "_relay", "_write")
 
-    def __init__(self, exchange: Exchange, relay: StreamRelay) -> None:
+    def __init__(self, exchange: Exchange, leg: Leg, relay: StreamRelay) -> None:
         self._exchange = exchange
+        self._leg = leg
         self._relay = relay
+        # Bound once: after its head, a stream is written event by event.
+        self._write = exchange.channel.write
+        self._reactor = exchange.channel.reactor
 
-    def feed(self, leg: Leg, data: bytes) -> None:
-        relay, exchange = self._relay, self._exchange
-        had_content, was_released = relay.has_content, relay.released
+    def feed(self, data: bytes) -> None:
+        relay = self._relay
+        if not relay.has_content:
+            self._feed_first(data)
+            return
         forward = relay.feed(data)
         if relay.progressed:
-            leg.last_event_at = exchange.now
-        if relay.has_content and not had_content:
-            exchange.meet_first_token(leg)
+            self._leg.last_event_at = self._reactor.now
+        if relay.ending is not None:
+            self._end(forward)
+            return
+        if forward:
+            self._write(forward)
+        if relay.is_poisoned:
+            self._exchange.meet_poison()
+
+    def _feed_first(self, data: bytes) -> None:
+        """The same until content has come: head and first content go out with what brings them."""
+        relay, exchange = self._relay, self._exchange
+        was_released = relay.released
+        forward = relay.feed(data)
+        if relay.progressed:
+            self._leg.last_event_at = self._reactor.now
+        if relay.has_content:
+            exchange.meet_first_token(self._leg)
         elif relay.released and not was_released:
             exchange.fire("answered")
         if relay.ending is not None:
-            self._end(leg, forward)
+            self._end(forward)
             return
         if forward:
             exchange.write(forward)
         if relay.is_poisoned:
             exchange.meet_poison()
 
-    def end(self, leg: Leg) -> None:
+    def end(self) -> None:
         was_released = self._relay.released
         rest = self._relay.finish()
         if self._relay.released and not was_released:
             self._exchange.fire("answered")
-        self._end(leg, rest)
+        self._end(rest)
 
-    def survives(self, leg: Leg, leg_fact: str) -> bool:
+    def survives(self, leg_fact: str) -> bool:
         if not (self._relay.released and self._is_finished()):
             return False
-        self._complete_locally(leg, leg_fact, "lost_after_end")
+        self._complete_locally(leg_fact, "lost_after_end")
         return True
 
-    def _end(self, leg: Leg, forward: bytes) -> None:
+    def _end(self, forward: bytes) -> None:
         ending, exchange = self._relay.ending, self._exchange
         if ending is Ending.WELL:
             exchange.write_last(forward)
             self._count_tokens()
-            leg.has_rest = self._relay.is_cut_short
-            exchange.complete(leg)
+            self._leg.has_rest = self._relay.is_cut_short
+            exchange.complete(self._leg)
             return
         if forward:
             exchange.write(forward)
         if ending is Ending.UNMARKED and self._is_finished():
-            self._complete_locally(leg, "completed", "completed")
+            self._complete_locally("completed", "completed")
         elif ending is Ending.ERROR:
-            self._meet_error_event(leg)
+            self._meet_error_event()
         elif self._relay.is_unsettled:
-            exchange.settle(leg)
+            exchange.settle(self._leg)
         elif self._relay.is_unfaithful:
-            exchange.refuse_unfaithful(leg)
+            exchange.refuse_unfaithful(self._leg)
         else:
-            exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
+            exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
 
     def _is_finished(self) -> bool:
         """Every choice that was asked for has its finish, not only those that were seen."""
@@ -137,19 +161,19 @@ class StreamAnswering:
             return self._relay.ending is Ending.UNMARKED
         return judge.finished and judge.choices >= self._exchange.choices_asked()
 
-    def _complete_locally(self, leg: Leg, leg_fact: str, fact: str) -> None:
+    def _complete_locally(self, leg_fact: str, fact: str) -> None:
         """The finish is delivered and only `[DONE]` is missing: it is written here."""
         self._count_tokens()
         is_marked = self._relay.judge.has_finish
-        self._exchange.complete_locally(leg, leg_fact, fact, is_marked=is_marked)
+        self._exchange.complete_locally(self._leg, leg_fact, fact, is_marked=is_marked)
 
     def _count_tokens(self) -> None:
         self._exchange.count_tokens(*self._relay.tokens)
 
-    def _meet_error_event(self, leg: Leg) -> None:
+    def _meet_error_event(self) -> None:
         relay = self._relay
         status = relay.judge.error_status
-        leg.stream_outcome = "error_event"
+        self._leg.stream_outcome = "error_event"
         if relay.released:
             failure = Failure(broken(), event=relay.error_event)
         else:
@@ -158,42 +182,43 @@ class StreamAnswering:
             failure = Failure(broken(), answer=answer)
         fact = "leg_lied" if relay.released else "overloaded"
         if status in _BUSY:
-            self._exchange.lose(leg, "backpressure", fact, failure)
+            self._exchange.lose(self._leg, "backpressure", fact, failure)
         elif status < 500:
-            self._exchange.lose(leg, "rejected", "rejected", failure)
+            self._exchange.lose(self._leg, "rejected", "rejected", failure)
         else:
-            self._exchange.lose(leg, "erred", fact, failure)
+            self._exchange.lose(self._leg, "erred", fact, failure)
 
 
 class WholeAnswering:
     """A unary answer, or an error: held until it is complete, so that it can still be retried."""
 
-    __slots__ = ("_exchange", "_whole")
+    __slots__ = ("_exchange", "_leg", "_whole")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, leg: Leg) -> None:
         self._exchange = exchange
+        self._leg = leg
         self._whole = WholeAnswer(exchange.whole_bytes_max)
 
-    def feed(self, leg: Leg, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         self._whole.feed(data)
         if self._whole.is_too_large:
-            self._meet_large_answer(leg)
+            self._meet_large_answer()
 
-    def end(self, leg: Leg) -> None:
+    def end(self) -> None:
         exchange, body = self._exchange, self._whole.body()
         status = exchange.status
         if status >= 400:
-            self._meet_error(leg, Answer(status, exchange.headers, body))
+            self._meet_error(Answer(status, exchange.headers, body))
         elif status == 200 and not body:
             # An empty 200 is no answer (GoModel PR #1015); nothing was sent, so try elsewhere.
-            exchange.lose(leg, "lied", "leg_lost", Failure(broken()))
+            exchange.lose(self._leg, "lied", "leg_lost", Failure(broken()))
         elif exchange.route.family == "openai" and self._lies(body):
-            exchange.lose(leg, "lied", "leg_lied", Failure(broken()))
+            exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
         else:
             exchange.respond(body)
-            exchange.complete(leg)
+            exchange.complete(self._leg)
 
-    def survives(self, leg: Leg, leg_fact: str) -> bool:
+    def survives(self, leg_fact: str) -> bool:
         return False
 
     def _lies(self, body: bytes) -> bool:
@@ -201,73 +226,77 @@ class WholeAnswering:
         self._exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
         return verdict.lies
 
-    def _meet_error(self, leg: Leg, answer: Answer) -> None:
+    def _meet_error(self, answer: Answer) -> None:
         failure = Failure(broken(), answer=answer)
         if answer.status in _BUSY:
-            self._exchange.lose(leg, "backpressure", "overloaded", failure)
+            self._exchange.lose(self._leg, "backpressure", "overloaded", failure)
         elif answer.status < 500:
-            self._exchange.lose(leg, "rejected", "rejected", failure)
+            self._exchange.lose(self._leg, "rejected", "rejected", failure)
         else:
-            self._exchange.lose(leg, "erred", "overloaded", failure)
+            self._exchange.lose(self._leg, "erred", "overloaded", failure)
 
-    def _meet_large_answer(self, leg: Leg) -> None:
+    def _meet_large_answer(self) -> None:
         """More than may be held: from here on it goes through, and can no longer be retried."""
         if self._exchange.status >= 400:
-            self._exchange.lose(leg, "broke", "leg_lost", Failure(broken()))
+            self._exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
             return
-        passing = PassingAnswering(self._exchange)
-        self._exchange.pass_on(passing)
-        passing.feed(leg, self._whole.body())
+        passing = PassingAnswering(self._exchange, self._leg)
+        self._exchange.pass_on(self._leg, passing)
+        passing.feed(self._whole.body())
 
 
 class PackedAnswering:
     """A stream of events that came compressed although nobody asked for that."""
 
-    __slots__ = ("_exchange", "_streaming", "_unpacker")
+    __slots__ = ("_exchange", "_leg", "_streaming", "_unpacker")
 
-    def __init__(self, exchange: Exchange, streaming: StreamAnswering, encoding: bytes) -> None:
+    def __init__(
+        self, exchange: Exchange, leg: Leg, streaming: StreamAnswering, encoding: bytes
+    ) -> None:
         self._exchange = exchange
+        self._leg = leg
         self._streaming = streaming
         self._unpacker = unpacker_of(encoding)
 
-    def feed(self, leg: Leg, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         try:
             if self._unpacker is None:
                 raise NotPacked("an unknown encoding")
             events = self._unpacker.feed(data)
         except NotPacked:
-            self._exchange.lose(leg, "broke", "leg_lost", Failure(broken()))
+            self._exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
             return
         if events:
-            self._streaming.feed(leg, events)
+            self._streaming.feed(events)
 
-    def end(self, leg: Leg) -> None:
-        self._streaming.end(leg)
+    def end(self) -> None:
+        self._streaming.end()
 
-    def survives(self, leg: Leg, leg_fact: str) -> bool:
-        return self._streaming.survives(leg, leg_fact)
+    def survives(self, leg_fact: str) -> bool:
+        return self._streaming.survives(leg_fact)
 
 
 class PassingAnswering:
     """An answer that goes through unread, since it is too large to hold."""
 
-    __slots__ = ("_exchange", "_has_begun")
+    __slots__ = ("_exchange", "_has_begun", "_leg")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, leg: Leg) -> None:
         self._exchange = exchange
+        self._leg = leg
         self._has_begun = False
 
-    def feed(self, leg: Leg, data: bytes) -> None:
-        leg.last_event_at = self._exchange.now
+    def feed(self, data: bytes) -> None:
+        self._leg.last_event_at = self._exchange.now
         self._begin()
         self._exchange.write(data)
 
-    def end(self, leg: Leg) -> None:
+    def end(self) -> None:
         self._begin()
         self._exchange.write_last(b"")
-        self._exchange.complete(leg)
+        self._exchange.complete(self._leg)
 
-    def survives(self, leg: Leg, leg_fact: str) -> bool:
+    def survives(self, leg_fact: str) -> bool:
         return False
 
     def _begin(self) -> None:

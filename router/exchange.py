@@ -149,15 +149,13 @@ class Exchange:
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        self._answering = self._choose_answering(leg)
-
-    def on_leg_body(self, leg: Leg, data: bytes) -> None:
-        if self._answering is not None:
-            self._answering.feed(leg, data)
+        self._answering = answering = self._choose_answering(leg)
+        # From here on the wire feeds the answer directly: nothing lies between on every event.
+        leg.on_body = answering.feed
 
     def on_leg_end(self, leg: Leg) -> None:
         if self._answering is not None:
-            self._answering.end(leg)
+            self._answering.end()
 
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if connecting:
@@ -169,20 +167,20 @@ class Exchange:
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
 
     def _survives(self, leg: Leg, leg_fact: str) -> bool:
-        return self._answering is not None and self._answering.survives(leg, leg_fact)
+        return self._answering is not None and self._answering.survives(leg_fact)
 
     def _choose_answering(self, leg: Leg) -> Answering:
         kind = find(self.headers, b"content-type") or b""
         if not 200 <= self.status < 300 or not kind.startswith(b"text/event-stream"):
-            return WholeAnswering(self)
+            return WholeAnswering(self, leg)
         leg.is_stream = True
-        streaming = StreamAnswering(self, self._make_relay())
+        streaming = StreamAnswering(self, leg, self._make_relay())
         encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
         if encoding == b"identity":
             return streaming
         # We asked for none: streams are never compressed, and their events must be read.
         self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
-        return PackedAnswering(self, streaming, encoding)
+        return PackedAnswering(self, leg, streaming, encoding)
 
     def _make_relay(self) -> StreamRelay:
         moving = self.ticket.moving
@@ -277,9 +275,10 @@ class Exchange:
         self.observer.completed_locally(reason)
         self.fire("lost_after_end")
 
-    def pass_on(self, answering: Answering) -> None:
+    def pass_on(self, leg: Leg, answering: Answering) -> None:
         """What is left of the answer is handled by another."""
         self._answering = answering
+        leg.on_body = answering.feed
 
     def write(self, data: bytes) -> None:
         """More of the answer, after its head."""

@@ -208,8 +208,11 @@ class ClientChannel(Channel):
     def write(self, data: bytes) -> None:
         """More of the body."""
         if data:
-            self.send(self._framed(data))
-            self._note_backlog()
+            if self.reply_chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            self.send(data)
+            if self.backlog_bytes:
+                self._note_backlog()
 
     def write_last(self, data: bytes) -> None:
         """The last bytes of the body and its clean end, in one send."""

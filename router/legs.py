@@ -25,9 +25,6 @@ class LegOwner(Protocol):
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
         """Status and headers of the answer."""
 
-    def on_leg_body(self, leg: Leg, data: bytes) -> None:
-        """More of the body."""
-
     def on_leg_end(self, leg: Leg) -> None:
         """The body ended as its framing promised."""
 
@@ -62,6 +59,7 @@ class Leg:
         "is_stream",
         "last_event_at",
         "listeners",
+        "on_body",
         "owner",
         "paused",
         "role",
@@ -103,6 +101,8 @@ class Leg:
         self.stream_outcome = "upstream_error"
         #: The worker is still at an answer that needs no more of it.
         self.has_rest = False
+        #: What hears the body; the owner says so when the head is there.
+        self.on_body: Callable[[bytes], None] = _ignore
         self._permit = permit
         self._observer = observer
         worker.legs.add(self)
@@ -148,6 +148,7 @@ class Leg:
     def _settle(self) -> None:
         now = self._observer.now()
         self.worker.legs.discard(self)
+        self.on_body = _ignore  # what heard the body knows this leg: no circle is left behind
         self._permit.close(VERDICTS[self.state], now)
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
@@ -167,10 +168,6 @@ class Leg:
         self.fire("head_arrived")
         self.owner.on_leg_head(self, status, headers)
 
-    def on_body(self, data: bytes) -> None:
-        if self.is_open:
-            self.owner.on_leg_body(self, data)
-
     def on_end(self) -> None:
         if self.is_open:
             self.owner.on_leg_end(self)
@@ -183,3 +180,7 @@ class Leg:
         if self.is_open:
             self.fire("bug")
         self.owner.on_crash(error)
+
+
+def _ignore(_data: bytes) -> None:
+    """A body before its head: no wire tells of one."""

@@ -49,7 +49,7 @@ def _param(error: msgspec.ValidationError) -> str | None:
     return path.rstrip("`") if found else None
 
 
-class _Width(msgspec.Struct):
+class _Width(msgspec.Struct, gc=False):
     n: int | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     text: msgspec.Raw = msgspec.Raw()
@@ -95,26 +95,26 @@ class Sign(Enum):
     ERROR = "error"
 
 
-class _Delta(msgspec.Struct):
+class _Delta(msgspec.Struct, gc=False):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     finish_reason: str | None = None
     text: str | None = None
     delta: _Delta | None = None
 
 
-class _RareChoice(msgspec.Struct):
+class _RareChoice(msgspec.Struct, gc=False):
     delta: dict[str, msgspec.Raw] | None = None
 
 
-class _RareChunk(msgspec.Struct):
+class _RareChunk(msgspec.Struct, gc=False):
     choices: list[_RareChoice] = []
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -123,27 +123,27 @@ class _Usage(msgspec.Struct):
 _ABSENT = msgspec.Raw(b"")
 
 
-class _Chunk(msgspec.Struct):
+class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     error: msgspec.Raw = _ABSENT
     usage: _Usage | None = None
 
 
-class _AnyEvent(msgspec.Struct):
+class _AnyEvent(msgspec.Struct, gc=False):
     error: msgspec.Raw = _ABSENT
 
 
-class _GenerateFinish(msgspec.Struct):
+class _GenerateFinish(msgspec.Struct, gc=False):
     type: str = ""
 
 
-class _GenerateMeta(msgspec.Struct):
+class _GenerateMeta(msgspec.Struct, gc=False):
     finish_reason: _GenerateFinish | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _GenerateChunk(msgspec.Struct):
+class _GenerateChunk(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None
     output_ids: list[int] | None = None
@@ -151,7 +151,7 @@ class _GenerateChunk(msgspec.Struct):
     error: msgspec.Raw = _ABSENT
 
 
-class _ErrorObject(msgspec.Struct):
+class _ErrorObject(msgspec.Struct, gc=False):
     object: str | None = None
     code: int | str | None = None
     status_code: int | None = None
@@ -234,10 +234,10 @@ class Judge:
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.completion_tokens = chunk.usage.completion_tokens
-        sign = Sign.PREAMBLE
-        if chunk.choices is None:
+        sign, choices = Sign.PREAMBLE, chunk.choices
+        if choices is None:
             return Sign.ERROR if self._meet_flat_error(data) else sign
-        for choice in chunk.choices:
+        for choice in choices:
             if choice.index not in self._seen:
                 self._see(choice.index)
             if choice.finish_reason:
@@ -246,7 +246,7 @@ class Judge:
                 self._finish(choice.index)
             if choice.text or (choice.delta is not None and choice.delta.content):
                 sign = Sign.CONTENT
-        if sign is Sign.PREAMBLE and chunk.choices and _has_other_content(data):
+        if sign is Sign.PREAMBLE and choices and _has_other_content(data):
             return Sign.CONTENT
         return sign
 
@@ -319,7 +319,7 @@ def _status_of(error: bytes) -> int:
     return 500
 
 
-class _Answer(msgspec.Struct):
+class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from operator import itemgetter
 
 import trio
 
@@ -35,11 +36,15 @@ from router.sockets import (
     Address,
     Listening,
     Network,
+    Owner,
     Socket,
     TlsTarget,
 )
 from router.waking import Sweeper, Waker
 
+_BY_RANK = itemgetter(0)
+_ENDING = HANGUP | ERROR
+_TO_READ = READABLE | _ENDING
 #: Bytes asked of one recv; a shorter answer means the socket is drained.
 RECV_BYTES = 65536
 #: Events taken from the network in one pass, so that Trio's other tasks get their turn.
@@ -196,10 +201,10 @@ class Channel:
             return
         if events & WRITABLE and (self._out or self.sock.has_unsent):
             self._flush()
-        if not self.is_open or not events & (READABLE | HANGUP | ERROR):
+        if not self.is_open or not events & _TO_READ:
             return
         self._readable = True
-        if events & (HANGUP | ERROR):
+        if events & _ENDING:
             self._hung_up = True
         if not self.paused:
             self.read()
@@ -426,18 +431,16 @@ class Reactor:
     def turn(self) -> None:
         """One pass: what is ready now, in the fixed order."""
         self.now = trio.current_time()
-        ready: list[tuple[int, Channel | Listener, int]] = []
+        ready: list[tuple[int, Owner, int]] = []
         if self._again:
             again, self._again = self._again, []
             for it in again:
                 it.in_next_pass = False
                 ready.append((it.rank, it, -1))
         for owner, events in self.network.poll(EVENTS_PER_PASS):
-            # The network returns what `register` was given, and we give it nothing else.
-            assert isinstance(owner, Channel | Listener)
             ready.append((owner.rank, owner, events))
         if len(ready) > 1:
-            ready.sort(key=_by_rank)
+            ready.sort(key=_BY_RANK)
         for _, owner, events in ready:
             if owner.is_open:
                 try:
@@ -448,13 +451,10 @@ class Reactor:
                 except Exception as error:
                     self._crash(owner, error)
 
-    def _crash(self, owner: Channel | Listener, error: Exception) -> None:
+    def _crash(self, owner: Owner, error: Exception) -> None:
         try:
             owner.crashed(error)
         except Exception as second:
             owner.close()
             self._on_bug(second)
 
-
-def _by_rank(item: tuple[int, Channel | Listener, int]) -> int:
-    return item[0]

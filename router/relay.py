@@ -85,10 +85,11 @@ class StreamRelay:
         except EventTooLarge:
             self.ending = Ending.TOO_LARGE
             return b""
-        forward = self._judge(events)
         if not self.released:
-            return self._release(forward)
-        return forward[0] if len(forward) == 1 else b"".join(forward)
+            return self._release(self._take_all(events))
+        if len(events) == 1:
+            return self._take(events[0])
+        return b"".join(self._take_all(events))
 
     def finish(self) -> bytes:
         """The body ended as its framing promised, without an end that was met before.
@@ -125,24 +126,33 @@ class StreamRelay:
         held, self._held = b"".join(self._held), []
         return held
 
-    def _judge(self, events: list[bytes]) -> list[bytes]:
-        """The events up to the end of the stream, without an end that lies."""
-        read = self.judge.read
-        for place, event in enumerate(events):
-            sign = read(event)
-            if sign is Sign.CONTENT:
-                self.has_content = self.progressed = True
-            elif sign is Sign.PREAMBLE:
-                self.progressed = True
-            elif sign is Sign.DONE:
-                self.progressed = True
-                self.ending = Ending.WELL
-                return events[: place + 1]
-            elif sign is not Sign.COMMENT:
-                self.ending = Ending.LIE if sign is Sign.LIE else Ending.ERROR
-                self.error_event = event
-                return events[:place]
-        return events
+    def _take_all(self, events: list[bytes]) -> list[bytes]:
+        """What is forwarded of the events, up to the end of the stream."""
+        forward = []
+        for event in events:
+            forward.append(self._take(event))
+            if self.ending is not None:
+                break
+        return forward
+
+    def _take(self, event: bytes) -> bytes:
+        """What is forwarded of one event; an end that lies is withheld."""
+        sign = self.judge.read(event)
+        if sign is Sign.CONTENT:
+            self.has_content = self.progressed = True
+        elif sign is not Sign.COMMENT:
+            return self._take_rarely(event, sign)
+        return event
+
+    def _take_rarely(self, event: bytes, sign: Sign) -> bytes:
+        if sign is Sign.LIE or sign is Sign.ERROR:
+            self.ending = Ending.LIE if sign is Sign.LIE else Ending.ERROR
+            self.error_event = event
+            return b""
+        self.progressed = True
+        if sign is Sign.DONE:
+            self.ending = Ending.WELL
+        return event
 
 
 class MovingRelay(StreamRelay):
@@ -187,25 +197,14 @@ class MovingRelay(StreamRelay):
             return attempt.prompt_tokens, attempt.completion_tokens
         return attempt.record.prompt_tokens, attempt.record.tokens
 
-    def _judge(self, events: list[bytes]) -> list[bytes]:
-        attempt, forward = self.attempt, []
-        for event in events:
-            sign = attempt.read(event)
-            if sign is Sign.LIE or sign is Sign.ERROR:
-                self.ending = Ending.LIE if sign is Sign.LIE else Ending.ERROR
-                self.error_event = event
-                break
-            if attempt.forward:
-                forward.append(attempt.forward)
-            if sign is Sign.CONTENT:
-                self.has_content = self.progressed = True
-            elif sign is Sign.PREAMBLE:
-                self.progressed = True
-            elif sign is Sign.DONE:
-                self.progressed = True
-                self.ending = Ending.WELL
-                break
-        return forward
+    def _take(self, event: bytes) -> bytes:
+        attempt = self.attempt
+        sign = attempt.read(event)
+        if sign is Sign.CONTENT:
+            self.has_content = self.progressed = True
+        elif sign is not Sign.COMMENT:
+            self._take_rarely(event, sign)
+        return attempt.forward
 
 
 class WholeAnswer:

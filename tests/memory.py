@@ -16,7 +16,17 @@ from random import Random
 import trio
 from attrs import define, field
 
-from router.sockets import ERROR, HANGUP, READABLE, WRITABLE, Address, Listening, Socket, TlsTarget
+from router.sockets import (
+    ERROR,
+    HANGUP,
+    READABLE,
+    WRITABLE,
+    Address,
+    Listening,
+    Owner,
+    Socket,
+    TlsTarget,
+)
 
 PIPE_BYTES = 64 * 1024
 
@@ -276,7 +286,7 @@ class MemoryNetwork:
     listening: dict[tuple[str, int], MemoryListening] = field(factory=dict)
     open_sockets: set[MemorySocket] = field(factory=set)
     connects: list[tuple[str, int]] = field(factory=list)
-    _owners: dict[Socket | Listening, object] = field(factory=dict)
+    _owners: dict[Socket | Listening, Owner] = field(factory=dict)
     _ready: dict[Socket | Listening, int] = field(factory=dict)
     _woken: trio.Event = field(factory=trio.Event)
 
@@ -318,7 +328,7 @@ class MemoryNetwork:
         self.open_sockets.discard(sock)
         return MemoryStream(incoming=sock.incoming, outgoing=sock.outgoing)
 
-    def register(self, sock: Socket | Listening, owner: object) -> None:
+    def register(self, sock: Socket | Listening, owner: Owner) -> None:
         self._owners[sock] = owner
         if isinstance(sock, MemorySocket) and not sock.is_connecting:
             # All that is so already is told anew, as epoll does, whoever has polled meanwhile.
@@ -330,7 +340,7 @@ class MemoryNetwork:
         self._owners.pop(sock, None)
         self._ready.pop(sock, None)
 
-    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
+    def poll(self, limit: int) -> Sequence[tuple[Owner, int]]:
         found = []
         for sock in list(self._ready)[:limit]:
             events = self._ready.pop(sock)

@@ -13,6 +13,7 @@ sglang #20851).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from router.sockets import Address, Socket, TlsTarget
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
+_CHUNK_HEAD = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 #: Largest head of an answer.
 HEAD_BYTES_MAX = 256 * 1024
 #: After `[DONE]`, how long the end of the body may take before the connection is given up.
@@ -41,8 +43,9 @@ class Answered(Protocol):
     def on_head(self, status: int, headers: Headers) -> None:
         """Status and headers (names in lower case)."""
 
-    def on_body(self, data: bytes) -> None:
-        """All the body that one read brought."""
+    @property
+    def on_body(self) -> Callable[[bytes], None]:
+        """Takes all the body that one read brought; looked up anew each time."""
 
     def on_end(self) -> None:
         """The answer is complete by its own framing."""
@@ -102,6 +105,7 @@ class WorkerChannel(Channel):
 
     __slots__ = (
         "_beside_bytes",
+        "_between_chunks",
         "_body",
         "_head_done",
         "_headers",
@@ -166,6 +170,8 @@ class WorkerChannel(Channel):
         self._headers: Headers = []
         self._beside_bytes = 0
         self._head_done = False
+        #: The head is told, and the parser stands where a chunk begins.
+        self._between_chunks = False
         self._told_head = False
         self._informational = False
         self._surplus = False
@@ -183,6 +189,11 @@ class WorkerChannel(Channel):
             self._drop_idle()
             return
         self.bytes_in += len(data)
+        if self._between_chunks and (payload := _one_chunk(data)) is not None:
+            # The parser stands between two chunks, and does so again behind this one.
+            if (upstream := self.upstream) is not None:
+                upstream.answered.on_body(payload)
+            return
         problem = None
         try:
             self._parser.feed_data(data)
@@ -286,6 +297,12 @@ class WorkerChannel(Channel):
         self.status = status
         self._head_done = True
 
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = not self.complete
+
     def on_body(self, data: bytes) -> None:
         if not self.complete:
             self._body.append(data)
@@ -294,6 +311,7 @@ class WorkerChannel(Channel):
         if self._informational or self.complete:
             return
         self.complete = True
+        self._between_chunks = False
         self.keep = self._parser.should_keep_alive()
 
     # Telling whoever asked
@@ -348,6 +366,17 @@ class WorkerChannel(Channel):
         if self in self.pool.idle:
             self.pool.idle.remove(self)
         self.close()
+
+
+def _one_chunk(data: bytes) -> bytes | None:
+    """The payload, where a read brought exactly one chunk, as most reads of a stream do."""
+    head = _CHUNK_HEAD.match(data)
+    if head is None:
+        return None
+    start, size = head.end(), int(head[1], 16)
+    if not size or len(data) != start + size + 2 or not data.endswith(b"\r\n"):
+        return None
+    return data[start:-2]
 
 
 class _NotPlain(Exception):
