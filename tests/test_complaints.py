@@ -144,18 +144,20 @@ def test_load_is_what_runs_whatever_happened_before() -> None:
     )
     looks = tuple(0.1 + 0.5 * turn for turn in range(30))
 
+    last = tuple(
+        Client(at=40.0 + turn, tokens=30, headers=(("x-request-id", f"last-{turn}"),))
+        for turn in range(4)
+    )
+
     outcome = simulate(
-        Plan(
-            clients=(*mixed, *(Client(at=40.0 + turn, tokens=30) for turn in range(4))),
-            settings={"policy": "least_load"},
-            looks=looks,
-        )
+        Plan(clients=(*mixed, *last), settings={"policy": "least_load"}, looks=looks)
     )
 
     for look in outcome.looks:
         assert list(look.inflight.values()) == look.running, look
-    last = [each for number in (0, 1) for each in outcome.work(number)][-4:]
-    assert len(last) == 4
+    for number in (0, 1):
+        names = [each.headers["x-request-id"] for each in outcome.work(number)]
+        assert sum(name.startswith("last-") for name in names) == 2
     assert outcome.sum("baton_worker_inflight") == 0
 
 
@@ -445,7 +447,17 @@ def test_a_dead_worker_costs_no_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["empty", "error_event", "end", "abort", "end,done=true", "comments;empty"]
+    "fault",
+    [
+        "empty",
+        "error_event",
+        "end",
+        "end,done=true",
+        "abort",
+        "comments;empty",
+        "lump,events=9;error_event,after_events=1",
+        "lump,events=9;abort,after_events=1",
+    ],
 )
 def test_nothing_is_promised_before_there_is_something(fault: str) -> None:
     """C37: an empty 200, or an error as the first event (GoModel PR #1015)."""
