@@ -185,13 +185,17 @@ class ProbeLoop:
             worker.fingerprint = None
             return
         model = worker.models[0]
-        answer = await self._ask("POST", "/tokenize", question_body(model))
+        try:
+            answer = await self._ask("POST", "/tokenize", question_body(model))
+        except httpx.RequestError:
+            return  # what was known stays known: a busy engine has not changed its tokenizer
         ids = read_ids(answer.body) if answer.status == 200 else None
         worker.fingerprint = None if ids is None else fingerprint(model, ids)
 
     def _take_in(self, knowledge: Knowledge) -> None:
         worker = self.worker
         if knowledge != worker.knowledge:
+            worker.fingerprint = None  # another model, or another release of the engine
             log.info("worker learned", worker=worker.id, **asdict(knowledge))
         if knowledge.role is not None and knowledge.role != worker.role:
             log.warning(

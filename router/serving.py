@@ -181,8 +181,13 @@ class Serving:
         """The drain window of a worker is over: its streams that can move go elsewhere."""
         for exchange in list(self.live.values()):
             leg = exchange.leg
-            if leg is not None and leg.worker is worker:
+            if leg is not None and leg.worker is worker and self._has_other(exchange.ticket):
                 exchange.hand_back(leg)
+
+    def _has_other(self, ticket: Ticket) -> bool:
+        """Some worker could take this request over; else it is best left where it is."""
+        ready = self.fleet.ready("mixed", ticket.model)
+        return any(worker not in ticket.tried for worker in ready)
 
     def shut_down(self) -> None:
         """The drain window is over: end what still runs, visibly, and every connection."""
@@ -385,6 +390,7 @@ class Serving:
             if fact != "shut_down":
                 reason = "deadline" if fact == "deadline_passed" else moving.why_stuck()
                 self.metrics.migration_failed(reason)
+                _log.warning("not_moved", id=ticket.id, source=moving.lost_worker, reason=reason)
 
     def now(self) -> float:
         """Time of the current pass."""

@@ -332,6 +332,33 @@ async def test_what_is_known_stays_when_a_routine_question_fails(
 #### No health endpoint
 
 
+async def test_a_fingerprint_is_learned_kept_and_forgotten_with_the_model(
+    autojump_clock: MockClock,
+) -> None:
+    bench = Bench(settings=Settings(migration_limit=1))
+    bench.engine.pages["/tokenize"] = {"tokens": [1, 2, 3]}  # type: ignore[dict-item]  # JSON
+
+    async with bench.probing():
+        await trio.sleep(1)
+        known = bench.worker.fingerprint
+        bench.engine.pages["/tokenize"] = {"nothing": "here"}
+        bench.engine.model = "another"
+        await trio.sleep(10 * LEARN_EVERY + 5)
+        forgotten = bench.worker.fingerprint
+
+    assert known is not None
+    assert forgotten is None
+
+
+async def test_without_migration_nobody_is_asked_to_tokenize(autojump_clock: MockClock) -> None:
+    bench = Bench()
+
+    async with bench.probing():
+        await trio.sleep(1)
+
+    assert "/tokenize" not in [path for _, path in bench.engine.asked]
+
+
 @pytest.mark.parametrize("missing", [404, 405, 501])
 async def test_without_a_health_endpoint_the_list_of_models_is_asked(
     autojump_clock: MockClock, missing: int
