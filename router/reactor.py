@@ -22,9 +22,10 @@ Rules that keep it safe, each with a test:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import itemgetter
+from typing import cast
 
 import trio
 
@@ -36,7 +37,6 @@ from router.sockets import (
     Address,
     Listening,
     Network,
-    Owner,
     Socket,
     TlsTarget,
 )
@@ -431,13 +431,15 @@ class Reactor:
     def turn(self) -> None:
         """One pass: what is ready now, in the fixed order."""
         self.now = trio.current_time()
-        ready: list[tuple[int, Owner, int]] = []
+        ready: list[tuple[int, Channel | Listener, int]] = []
         if self._again:
             again, self._again = self._again, []
             for it in again:
                 it.in_next_pass = False
                 ready.append((it.rank, it, -1))
-        for owner, events in self.network.poll(EVENTS_PER_PASS):
+        # The network returns what `register` was given, and we give it nothing else.
+        found = cast("Sequence[tuple[Channel | Listener, int]]", self.network.poll(EVENTS_PER_PASS))
+        for owner, events in found:
             ready.append((owner.rank, owner, events))
         if len(ready) > 1:
             ready.sort(key=_BY_RANK)
@@ -451,10 +453,9 @@ class Reactor:
                 except Exception as error:
                     self._crash(owner, error)
 
-    def _crash(self, owner: Owner, error: Exception) -> None:
+    def _crash(self, owner: Channel | Listener, error: Exception) -> None:
         try:
             owner.crashed(error)
         except Exception as second:
             owner.close()
             self._on_bug(second)
-

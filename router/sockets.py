@@ -84,18 +84,6 @@ class Listening(Protocol):
         """Stop listening."""
 
 
-class Owner(Protocol):
-    """Whom readiness is reported to; see `Channel` and `Listener` in `router.reactor`."""
-
-    rank: int
-    is_open: bool
-
-    def ready(self, events: int) -> None: ...
-    def read(self) -> None: ...
-    def crashed(self, error: Exception) -> None: ...
-    def close(self) -> None: ...
-
-
 class Network(Protocol):
     """Makes sockets and says which are ready."""
 
@@ -108,13 +96,13 @@ class Network(Protocol):
     def stream_of(self, sock: Socket) -> trio.abc.HalfCloseableStream:
         """A connection that has left the reactor, as a Trio stream that owns it."""
 
-    def register(self, sock: Socket | Listening, owner: Owner) -> None:
+    def register(self, sock: Socket | Listening, owner: object) -> None:
         """Report readiness of `sock` as `owner`, edge-triggered, until `unregister`."""
 
     def unregister(self, sock: Socket | Listening) -> None:
         """Stop reporting; must come before the socket is closed."""
 
-    def poll(self, limit: int) -> Sequence[tuple[Owner, int]]:
+    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
         """Up to `limit` owners with their new events, without waiting."""
 
     async def wait(self) -> None:
@@ -382,7 +370,7 @@ class TcpNetwork:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._owners: dict[int, Owner] = {}
+        self._owners: dict[int, object] = {}
 
     def listen(self, host: str, port: int) -> Listening:
         """Listen on TCP; raises OSError with the address in it."""
@@ -419,7 +407,7 @@ class TcpNetwork:
         assert isinstance(sock, TcpSocket)
         return trio.SocketStream(trio.socket.from_stdlib_socket(sock.release()))
 
-    def register(self, sock: Socket | Listening, owner: Owner) -> None:
+    def register(self, sock: Socket | Listening, owner: object) -> None:
         """Watch everything, once."""
         number = _fileno(sock)
         self._owners[number] = owner
@@ -431,7 +419,7 @@ class TcpNetwork:
         if self._owners.pop(number, None) is not None:
             self._epoll.unregister(number)
 
-    def poll(self, limit: int) -> Sequence[tuple[Owner, int]]:
+    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
         """Resolve descriptors to owners at once, so that none of this batch can be mistaken."""
         owners = self._owners
         return [

@@ -23,7 +23,6 @@ from router.sockets import (
     WRITABLE,
     Address,
     Listening,
-    Owner,
     Socket,
     TlsTarget,
 )
@@ -286,7 +285,7 @@ class MemoryNetwork:
     listening: dict[tuple[str, int], MemoryListening] = field(factory=dict)
     open_sockets: set[MemorySocket] = field(factory=set)
     connects: list[tuple[str, int]] = field(factory=list)
-    _owners: dict[Socket | Listening, Owner] = field(factory=dict)
+    _owners: dict[Socket | Listening, object] = field(factory=dict)
     _ready: dict[Socket | Listening, int] = field(factory=dict)
     _woken: trio.Event = field(factory=trio.Event)
 
@@ -328,7 +327,7 @@ class MemoryNetwork:
         self.open_sockets.discard(sock)
         return MemoryStream(incoming=sock.incoming, outgoing=sock.outgoing)
 
-    def register(self, sock: Socket | Listening, owner: Owner) -> None:
+    def register(self, sock: Socket | Listening, owner: object) -> None:
         self._owners[sock] = owner
         if isinstance(sock, MemorySocket) and not sock.is_connecting:
             # All that is so already is told anew, as epoll does, whoever has polled meanwhile.
@@ -340,7 +339,7 @@ class MemoryNetwork:
         self._owners.pop(sock, None)
         self._ready.pop(sock, None)
 
-    def poll(self, limit: int) -> Sequence[tuple[Owner, int]]:
+    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
         found = []
         for sock in list(self._ready)[:limit]:
             events = self._ready.pop(sock)

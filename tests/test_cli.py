@@ -16,7 +16,7 @@ from attrs import define, field, fields
 from router import cli
 from router.config import NOT_YET, OPTIONS
 from router.options import Option
-from router.sim.faults import KINDS
+from router.sim.fault_kinds import KINDS
 from router.sim.settings import SimSettings
 
 COMMANDS = {name for name, _, _ in cli.COMMANDS}
