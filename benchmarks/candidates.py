@@ -55,6 +55,11 @@ CANDIDATES = (
         "{python} -m router serve --host 127.0.0.1 --port {port} --policy round_robin"
         " --worker-urls {workers}",
     ),
+    Candidate(
+        "baton-moving",
+        "{python} -m router serve --host 127.0.0.1 --port {port} --policy round_robin"
+        " --migration-limit 3 --worker-urls {workers}",
+    ),
     Candidate("vllm-router", "{peers}/vllm-router " + _PEER_FLAGS),
     Candidate("sglang-router", "{peers}/sglang-router launch " + _PEER_FLAGS),
     Candidate("smg", "{peers}/smg launch " + _PEER_FLAGS),

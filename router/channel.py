@@ -36,10 +36,22 @@ class Channel:
     """
 
     __slots__ = (
-        "_broken", "_connecting", "_ended", "_hung_up", "_out", "_readable", "armed_at",
-        "backlog_bytes", "closing", "in_next_pass", "is_open", "paused", "rank", "reactor",
+        "_broken",
+        "_connecting",
+        "_ended",
+        "_hung_up",
+        "_out",
+        "_readable",
+        "armed_at",
+        "backlog_bytes",
+        "closing",
+        "in_next_pass",
+        "is_open",
+        "paused",
+        "rank",
+        "reactor",
         "sock",
-    )  # fmt: skip
+    )
 
     def __init__(self, reactor: Reactor, sock: Socket, rank: Rank, *, connecting: bool) -> None:
         self.reactor = reactor
