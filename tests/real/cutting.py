@@ -49,7 +49,11 @@ class Sent:
     path: str
     body: bytes
     received: bytearray = Factory(bytearray)
-    was_cut: bool = False
+    cut: How | None = None
+
+    @property
+    def was_cut(self) -> bool:
+        return self.cut is not None
 
     def events(self) -> list[bytes]:
         """The complete events."""
@@ -127,7 +131,7 @@ class Relay:
             *events, waiting = (waiting + data).split(SEPARATOR)
             for event in events:
                 if cut is not None and place == cut.after:
-                    sent.was_cut = True
+                    sent.cut = cut.how
                     await peer.break_off(cut.how, event)
                     return
                 sent.received += event + SEPARATOR

@@ -38,6 +38,8 @@ HELD_MAX = 64
 """Characters that a router may add at a seam: what engines hold back for stop strings."""
 EARLY_TOKENS = 16
 """A request that loses two workers before so many tokens is suspected, and moves no more."""
+OVERTAKEN_MAX = 4
+"""Events that may be lost to a reset that comes right after them."""
 NEVER = "said by nobody"
 STRICT = ("exact", "restart", "retry", "local", "empty")
 
@@ -246,7 +248,7 @@ class Judge:
         is_strict = modes <= set(STRICT) and (len(set(kinds)) == 1 or case.stop == "none")
         right = await self.references.right(sent[0].engine, case)
         verdict, detail = _compare(got, right, outcome, sent, is_strict=is_strict)
-        if verdict is Verdict.WRONG and await self._is_the_engines(case, sent, moves):
+        if is_strict and verdict is Verdict.WRONG and await self._is_the_engines(case, sent, moves):
             verdict = Verdict.ENGINE
         if verdict is not Verdict.IDENTICAL:
             detail = f"{detail}\n{describe(outcome, sent, moves, right, got)}"
@@ -337,11 +339,11 @@ def _fault_at_seams(got: Told, right: Told, case: Case, sent: list[Sent]) -> str
     """What is lost, doubled or changed where the text of one worker ends and another's begins."""
     place = 0
     for number, attempt in enumerate(sent):
-        part = told(_data(attempt)).text
         is_stopped = attempt is sent[-1] and got.finish == "stop"
         found = next(
             (
-                at
+                (at, part)
+                for part in _parts(attempt)
                 for at in range(place, place + (HELD_MAX if number else 1))
                 if got.text.startswith(part, at) or (is_stopped and part.startswith(got.text[at:]))
             ),
@@ -349,9 +351,9 @@ def _fault_at_seams(got: Told, right: Told, case: Case, sent: list[Sent]) -> str
         )
         if found is None:
             return f"the text of attempt {number} is not where it belongs"
-        if number == 1 and got.text[place:found] != right.text[place:found]:
+        if number == 1 and got.text[place : found[0]] != right.text[place : found[0]]:
             return "text was added at the seam"
-        place = found + len(part)
+        place = found[0] + len(found[1])
     if got.text[place:]:
         return "text that no worker sent"
     if case.usage and (got.usage is None or right.usage is None or got.usage[0] != right.usage[0]):
@@ -361,6 +363,13 @@ def _fault_at_seams(got: Told, right: Told, case: Case, sent: list[Sent]) -> str
     if case.ids and got.usage is not None and len(got.ids or ()) != got.usage[1]:
         return f"{len(got.ids or ())} ids, but usage says {got.usage[1]}"
     return None
+
+
+def _parts(attempt: Sent) -> list[str]:
+    """What may have arrived of its text: a reset can overtake the last of it."""
+    data = _data(attempt)
+    lost = OVERTAKEN_MAX if attempt.cut is How.RESET else 0
+    return [told(data[: len(data) - number]).text for number in range(min(lost, len(data)) + 1)]
 
 
 def describe(

@@ -14,6 +14,7 @@ import pytest
 import trio
 from attrs import define
 
+from tests.real.calls import get
 from tests.real.cutting import Cuts, Relay
 from tests.real.deaths import Dying, Stream, deaths, judge_death, long_cases, outlive
 from tests.real.engines import Engine, sglang, vllm
@@ -27,7 +28,7 @@ from tests.real.moves import (
     moves_in,
     plans,
 )
-from tests.real.processes import log_of
+from tests.real.processes import log_of, wait_until
 from tests.real.router import routed
 from tests.real.tally import Tally
 
@@ -65,6 +66,19 @@ def started(kind: str) -> contextlib.AbstractContextManager[Engine]:
     return vllm() if kind == "vllm" else sglang("--sleep-on-idle")
 
 
+@contextlib.contextmanager
+def routed_to_all(*workers: str, flags: str) -> Iterator[int]:
+    """A router that has found all of its workers, and not only one that serves the model."""
+    with routed(*workers, flags=flags) as port:
+
+        def knows_all() -> bool:
+            ready = f'"workers":{len(workers)}'.encode()
+            return ready in get(port, "/readyz").body.replace(b" ", b"")
+
+        assert wait_until(knows_all, 60)
+        yield port
+
+
 @define(eq=False)
 class Stage:
     """Two engines, relays in front of them, a router in front of those."""
@@ -83,7 +97,8 @@ async def stage(engines: tuple[Engine, Engine], relays_each: int) -> AsyncIterat
             for engine in engines
             for _ in range(relays_each)
         ]
-        router = routed(*(relay.url for relay in relays), flags=f"{FLAGS} --policy random")
+        urls = [relay.url for relay in relays]
+        router = routed_to_all(*urls, flags=f"{FLAGS} --policy random")
         # In a thread, since the relays must answer the router's probes meanwhile.
         port = await trio.to_thread.run_sync(router.__enter__)
         try:
@@ -151,7 +166,7 @@ async def _die(
         Stream(f"{death.kind}-{death.survivor}-{number}-{place}", case)
         for place, case in enumerate(long_cases((death.kind, death.survivor)))
     ]
-    router = routed(dying.url, survivor.url, flags=FLAGS)
+    router = routed_to_all(dying.url, survivor.url, flags=FLAGS)
     port = await trio.to_thread.run_sync(router.__enter__)
     try:
         await outlive(dying, death.how, port, streams, references)
