@@ -15,7 +15,8 @@ from attrs import Factory, define, evolve, frozen
 from tests.real.calling import ask
 from tests.real.calls import Answer
 from tests.real.engines import Engine
-from tests.real.moves import Break, Case, Moved, References, Verdict
+from tests.real.judging import Break, Moved, Verdict
+from tests.real.moves import Case, References
 from tests.real.requests import CHAT, TEXT
 from tests.real.told import Told, told_by
 

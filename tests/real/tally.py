@@ -6,7 +6,7 @@ from statistics import median, quantiles
 
 from attrs import Factory, define
 
-from tests.real.moves import Break, Verdict
+from tests.real.judging import Break, Verdict
 
 FILE = Path("build/real-migration.md")
 DETAILS = Path("build/real-migration-details.txt")

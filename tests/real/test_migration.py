@@ -1,7 +1,7 @@
 """Streams that lose their engine go on elsewhere, and their clients read the right answer.
 
 Most breaks are cuts by a relay (tests/real/cutting.py); some are real deaths. Breaks are judged in
-tests/real/moves.py; the table is printed and written to build/real-migration.md.
+tests/real/judging.py; the table is printed and written to build/real-migration.md.
 """
 
 import contextlib
@@ -18,16 +18,8 @@ from tests.real.calls import get
 from tests.real.cutting import Cuts, Relay
 from tests.real.deaths import Dying, Stream, deaths, judge_death, long_cases, outlive
 from tests.real.engines import Engine, sglang, vllm
-from tests.real.moves import (
-    Break,
-    Judge,
-    References,
-    Verdict,
-    break_streams,
-    last_workers_in,
-    moves_in,
-    plans,
-)
+from tests.real.judging import Break, Judge, Verdict, last_workers_in, moves_in
+from tests.real.moves import References, break_streams, plans
 from tests.real.processes import log_of, wait_until
 from tests.real.router import routed
 from tests.real.tally import Tally
