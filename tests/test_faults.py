@@ -68,6 +68,7 @@ WHEN = ["request=1:", "request=2:", "times=1:", "every=2:", ""]
 SETTINGS: dict[str, st.SearchStrategy[object]] = {
     "policy": st.sampled_from(["round_robin", "random", "least_load", "power_of_two"]),
     "request_max_retries": st.integers(0, 3),
+    "migration_limit": st.integers(1, 3),
     "first_token_timeout_secs": st.sampled_from([2.0, 9.0]),
     "stream_idle_timeout_secs": st.sampled_from([1.5, 6.0]),
     "request_timeout_secs": st.sampled_from([1.2, 7.0, 40.0]),
@@ -81,6 +82,15 @@ SETTINGS: dict[str, st.SearchStrategy[object]] = {
     "max_body_bytes": st.sampled_from([5000, 1_000_000]),
     "worker_keep_alive_secs": st.sampled_from([0.0, 4.0]),
 }
+#: More fields of requests, of which several may be.
+EXTRAS: list[dict[str, object]] = [
+    {},
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"n": 2, "temperature": 0.5},
+    {"stop": [" little", "day"]},
+    {"seed": 7, "temperature": 0.8},
+]
 #: Silence ends by these at the latest, so that no run is longer than it must be.
 PATIENCE: dict[str, object] = {
     "first_token_timeout_secs": 9.0,
@@ -100,12 +110,15 @@ def clients(draw: st.DrawFn, faults: st.SearchStrategy[str]) -> Client:
         moments[draw(ways_to_leave)] = at + draw(MOMENTS)
     following = st.builds(Client, at=MOMENTS, tokens=st.integers(1, 4), stream=st.booleans())
     has_following = draw(st.integers(0, 4)) == 0
+    stream = draw(st.booleans())
+    extra = draw(st.sampled_from(EXTRAS))
     return Client(
         at=at,
-        stream=draw(st.booleans()),
+        stream=stream,
         chat=draw(st.booleans()),
         tokens=draw(st.integers(1, 9)),
         fault=draw(st.just("") | faults),
+        extra=extra if stream else {},
         reads_from=at + draw(MOMENTS) * draw(st.integers(0, 1)),
         http_10=draw(st.integers(0, 7)) == 0,
         then=tuple(draw(st.lists(following, max_size=2))) if has_following else (),
