@@ -175,8 +175,7 @@ def _make_engine(engine: Engine, name: str) -> SimEngine:
             tokens_per_chunk=engine.tokens_per_chunk,
             context_length=engine.context_length,
             seed=engine.seed,
-            # mypy knows `tuple` as a converter only by its type variable.
-            faults=(engine.faults,) if engine.faults else (),  # type: ignore[arg-type]
+            faults=(engine.faults,) if engine.faults else (),
         )
     )
 
@@ -196,7 +195,7 @@ async def _start_engine(
 
 
 async def _happen(run: _Run, moment: float, what: str) -> None:
-    """One of: "drain N [SECONDS]", "remove N", "add N", "stop", "faults N TEXT", "heal N", "silent N".
+    """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop.
 
     A drain with seconds has a window, after which streams that can move are moved.
     """
