@@ -46,8 +46,6 @@ _LET_GO = {
 }
 #: How often a silent stream's worker is looked at again.
 _SUSPECT_AGAIN_SECONDS = 1.0
-#: Facts of a leg by which a request may have killed its worker.
-_DEATHS = frozenset({"broke", "erred", "lied"})
 #: The client has something, so that a lost leg is a break and not another try.
 _MOVABLE = frozenset({S.COMMITTED, S.STREAMING, S.POISONED, S.RESUMING})
 #: A leg in these states may be given back by its worker.
@@ -144,6 +142,8 @@ class Exchange:
         self.leg = leg
         self._answering = None
         self.queue_until = None
+        if self.channel.is_slow:
+            leg.pause()
 
     # What the leg tells
 
@@ -197,15 +197,21 @@ class Exchange:
             ticket.tried.add(leg.worker)
             if moving is not None:
                 self._note_break(leg, moving, leg_fact)
-        elif moving is not None and ticket.state is S.RESUMING and not moving.can_rephrase:
-            moving.stuck = "rejected"
+        elif moving is not None and ticket.state is S.RESUMING:
+            # It answers a continuation that the client never wrote, so it is not for the client.
+            failure = Failure(broken())
+            if not moving.can_rephrase:
+                moving.stuck = "rejected"
         leg.fire(leg_fact)
         self.fire(fact, failure)
         if fact == "rejected" and moving is not None and ticket.state is S.MIGRATING:
             moving.refuse_form()
 
     def _note_break(self, leg: Leg, moving: Moving, leg_fact: str) -> None:
-        died = leg_fact in _DEATHS and leg.state is not LegState.CONNECTING
+        # A status is an answer, and an abort is orderly: by neither has anybody died.
+        died = (leg_fact == "broke" and leg.state is not LegState.CONNECTING) or (
+            leg_fact == "erred" and leg.is_stream
+        )
         reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
         if self.ticket.state in _MOVABLE:
             moving.lose(leg.worker, last_event_at=leg.last_event_at, died=died, reason=reason)

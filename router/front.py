@@ -297,6 +297,11 @@ class ClientChannel(Channel):
         self._stalled_since = self.reactor.now
         self._untaken = self.backlog_bytes + self.sock.untaken_bytes()
 
+    @property
+    def is_slow(self) -> bool:
+        """Too many bytes wait for the client."""
+        return self._slow
+
     def drained(self) -> None:
         self._stalled_since = None
         if self._slow:

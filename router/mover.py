@@ -9,6 +9,7 @@ the request does: a client that leaves, or the deadline, cancels the asking.
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import httpx
 import structlog
@@ -34,7 +35,7 @@ from statemachines.request import RequestState
 #: For all questions of one break together; after that the place is not known.
 ASKING_SECONDS = 5.0
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
-#: Moves under way at once from which on they are spread, and over how long at most: a worker that
+#: Moves within the longest spread from which on they are spread, and over how long: a worker that
 #: dies with a hundred streams must not hit the next one with a hundred prefills in one instant.
 CROWD = 16
 SPREAD_SECONDS_EACH = 0.005
@@ -51,8 +52,8 @@ class Mover:
     chooser: Chooser
     client: httpx.AsyncClient
     rng: random.Random = field(factory=random.Random)
-    #: Streams that are being moved.
-    under_way: set[Exchange] = field(factory=set)
+    #: When the last moves began (Trio's clock, seconds).
+    _begun: deque[float] = field(factory=deque)
 
     async def find(self, exchange: Exchange, now: float) -> tuple[Choice, Continuation] | None:
         """The next worker and what it is sent; None where the request has come to its end.
@@ -62,7 +63,6 @@ class Mover:
         moving = exchange.ticket.moving
         assert moving is not None
         unsettled, tail = moving.unsettled, b""
-        self.under_way.add(exchange)
         try:
             with trio.CancelScope() as exchange.asking:
                 if unsettled is not None:
@@ -73,16 +73,23 @@ class Mover:
                         moving.agreed = await self._agree(exchange, moving)
         finally:
             exchange.asking = None
-            self.under_way.discard(exchange)
+        if trio.current_time() > now:
+            # The reactor may have slept as long: its time is that of its last pass.
+            exchange.channel.reactor.turn()
         if exchange.ticket.state is not RequestState.MIGRATING:
             return None
         if unsettled is not None:
             exchange.complete_without_leg("finish_seen", tail)
             return None
-        return self._choose(exchange, moving, now)
+        return self._choose(exchange, moving, exchange.now)
 
     async def _spread(self) -> None:
-        crowd = len(self.under_way)
+        """Wait a moment, if many others have just begun to move."""
+        now, begun = trio.current_time(), self._begun
+        while begun and begun[0] <= now - SPREAD_SECONDS_MAX:
+            begun.popleft()
+        begun.append(now)
+        crowd = len(begun)
         if crowd > CROWD:
             most = min(SPREAD_SECONDS_MAX, crowd * SPREAD_SECONDS_EACH)
             await trio.sleep(self.rng.uniform(0, most))

@@ -14,6 +14,7 @@ from router.migration.asking import ask, plan_asking
 from router.migration.attempt import Attempt
 from router.migration.closing import close
 from router.migration.continuation import (
+    CannotContinue,
     CompletedLocally,
     Continuation,
     Mode,
@@ -49,6 +50,8 @@ class Moving:
     continuation: Continuation | None = None
     #: Where ids and text agree, once it is known for the break at hand.
     agreed: Agreed | Disagreed | None = None
+    #: How much the first worker could have generated: prompt and output together.
+    context_length: int | None = None
     #: The fingerprint of the workers that the ids of the record come from.
     fingerprint: str | None = None
     #: Forms that a worker has refused, or has not gone on with.
@@ -76,6 +79,7 @@ class Moving:
         self.attempt = Attempt(self.record, worker.engine, asking)
         self.continuation = None
         self.fingerprint = worker.fingerprint
+        self.context_length = worker.context_length
         return ask(self.body, asking, self.shape)
 
     # Guards
@@ -129,9 +133,19 @@ class Moving:
     def plan(self, worker: Worker) -> Outcome:
         """How this worker would go on; `agreed` must be known."""
         assert self.agreed is not None
+        if self.record.has_content and not self._has_room(worker):
+            return CannotContinue("unsuitable")
         same = self.fingerprint is not None and worker.fingerprint == self.fingerprint
         target = Target(worker.engine, worker.context_length, same_tokens=same)
         return build(self.record, self.body, target, self.agreed, refused=self.refused)
+
+    def _has_room(self, worker: Worker) -> bool:
+        """A shorter context than the first worker's must not end the answer early."""
+        room, known = worker.context_length, self.context_length
+        if room is None or (known is not None and room >= known):
+            return True
+        rest = self.record.rest()
+        return rest is not None and self.record.sequence_length + rest <= room
 
     def own_end(self) -> bytes | None:
         """The end of an answer whose budget is spent: no worker is needed for it."""

@@ -1,0 +1,334 @@
+"""Who goes on with a broken stream: who is asked, who is blamed, and when nobody is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.moves import CUT, LONG, PLAIN, is_told, is_whole, lose, more
+from tests.simulate import Client, Engine, Outcome, Plan, simulate
+
+TOOLS: dict[str, object] = {"response_format": {"type": "json_object"}}
+
+
+def lose_twice(second: str, client: Client = LONG, *, kinds: str = "vllm " * 3) -> Outcome:
+    """The first worker is lost in the middle, and the next one suffers this."""
+    return lose(client=client, kinds=kinds, happenings=((0.0, f"faults 1 request=1:{second}"),))
+
+
+#### The next candidate
+
+BEFORE_CONTENT = [
+    ("status,code=503", "backpressure"),
+    ("status,code=429", "backpressure"),
+    ("status,code=500", "error"),
+    ("end,at=head", "error"),
+    ("abort,after_events=1", "error"),
+    ("empty", "error"),
+    ("error_event,code=503", "backpressure"),
+    ("hang", "error"),
+    ("hang,after_events=1", "error"),
+]
+
+
+@pytest.mark.parametrize(("fault", "outcome_of_leg"), BEFORE_CONTENT)
+def test_one_that_fails_before_content_is_followed_by_another(
+    fault: str, outcome_of_leg: str
+) -> None:
+    outcome = lose_twice(fault)
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 1
+    assert outcome.stuck == {}
+    assert outcome.tickets[0].attempts == 3
+    told = {"worker": "w1", "role": "mixed", "outcome": outcome_of_leg}
+    assert outcome.count("baton_worker_requests_total", **told) == 1
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in BEFORE_CONTENT])
+def test_when_none_is_left_the_stream_fails_visibly(fault: str) -> None:
+    outcome = lose_twice(fault, kinds="vllm vllm")
+
+    assert is_told(outcome)
+    assert outcome.moves == {}
+    assert outcome.stuck == {"no_first_token": 1}
+
+
+def test_one_that_refuses_connections_is_passed_over() -> None:
+    outcome = lose(kinds="vllm vllm vllm", happenings=((0.5, "faults 1 now:refuse"),))
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 1
+
+
+def test_with_nobody_else_the_stream_fails_visibly() -> None:
+    outcome = lose(kinds="vllm")
+
+    assert is_told(outcome)
+    assert outcome.one.code == "upstream_broken"
+    assert outcome.stuck == {"no_candidate": 1}
+
+
+def test_one_that_drains_is_nobody_to_go_on() -> None:
+    outcome = lose(happenings=((0.5, "drain 1"),))
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"no_candidate": 1}
+
+
+def test_one_of_another_model_is_nobody_to_go_on() -> None:
+    outcome = simulate(
+        Plan(engines=(Engine(faults=CUT), Engine(model="other")), settings={"migration_limit": 1})
+    )
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"no_candidate": 1}
+
+
+def test_one_whose_context_is_too_short_is_passed_over() -> None:
+    short = Engine(context_length=32)
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults=CUT), short, Engine()),
+            clients=(Client(tokens=20),),
+            settings={"migration_limit": 1},
+        )
+    )
+
+    assert is_whole(outcome)
+    assert outcome.asked(1) == []
+
+
+def test_one_that_tokenizes_otherwise_is_given_the_text() -> None:
+    # Whoever does not tell how it tokenizes is not believed to do it alike.
+    mute = Engine(faults="path=/tokenize:status,code=404")
+
+    outcome = simulate(Plan(engines=(Engine(faults=CUT), mute), settings={"migration_limit": 1}))
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 1}
+
+
+def test_an_engine_that_nobody_knows_goes_on_with_text_or_not_at_all() -> None:
+    outcome = lose(client=Client(tokens=10), kinds="openai openai")
+
+    assert is_told(outcome)
+    assert outcome.count("baton_poisoned_total", reason="uncounted") == 1
+
+
+#### A 4xx to a continuation
+
+
+def test_a_refused_form_is_followed_by_the_other_once() -> None:
+    outcome = lose_twice("status,code=400,message=no%20such%20field", kinds="vllm vllm")
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 1}
+    assert len(outcome.asked(1)) == 2
+
+
+@pytest.mark.parametrize("fault", ["status,code=400", "status,code=422", "error_event,code=400"])
+def test_a_continuation_that_is_refused_blames_nobody_and_is_not_shown(fault: str) -> None:
+    outcome = lose(
+        kinds="vllm vllm", happenings=((0.0, f"faults 1 {fault},message=bad%20continuation"),),
+        breaker_failure_threshold=1, looks=(5.0,),
+    )  # fmt: skip
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"rejected": 1}
+    assert len(outcome.asked(1)) == 2
+    assert b"bad continuation" not in outcome.one.body
+    assert outcome.one.code == "upstream_broken"
+    assert outcome.look.breakers["w1"] == "closed"
+
+
+def test_a_text_that_is_refused_is_not_tried_again() -> None:
+    outcome = lose_twice("status,code=400", kinds="sglang sglang sglang")
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"rejected": 1}
+    assert outcome.asked(2) == []
+
+
+#### Breakers and caps
+
+
+def test_a_breaker_that_is_open_is_honoured() -> None:
+    failing = Client(at=0.0, tokens=1)
+    moving = Client(at=1.0, tokens=10)
+
+    outcome = simulate(
+        Plan(
+            engines=(
+                Engine(faults="request=1:cut,after_events=4"),
+                Engine(faults="request=1:status,code=500"),
+                Engine(),
+            ),
+            clients=(Client(tokens=10), failing, moving),
+            settings={"migration_limit": 1, "breaker_failure_threshold": 1},
+        )
+    )
+
+    assert [got.ending for got in outcome.got] == ["clean"] * 3
+    assert len(outcome.asked(1)) == 1
+
+
+def test_all_breakers_open_means_any_worker() -> None:
+    outcome = lose(
+        others=(Client(at=0.1, tokens=1),), breaker_failure_threshold=1,
+        happenings=((0.0, "faults 1 request=1:status,code=500"),),
+    )  # fmt: skip
+
+    assert is_told(outcome) or is_whole(outcome)
+
+
+def test_a_stream_that_moves_keeps_its_place_under_the_cap() -> None:
+    outcome = lose(others=(Client(at=0.5, tokens=4),), looks=(1.5, 2.5), max_concurrent_requests=1)
+
+    assert [got.ending for got in outcome.got] == ["clean", "clean"]
+    assert [look.waiting for look in outcome.looks] == [1, 1]
+    assert outcome.looks[0].states == ["resuming", "queued"]
+
+
+#### Requests that kill workers
+
+
+@pytest.mark.parametrize("death", ["server_dies", "core_dies", "cut", "garbage,what=chunk_size"])
+def test_a_request_that_kills_two_workers_is_given_no_third(death: str) -> None:
+    fault = f"request=1:{death},after_events=5"
+
+    outcome = lose(
+        fault, Client(tokens=40), kinds="vllm vllm vllm vllm", limit=9,
+        happenings=((0.0, f"faults 1 {fault}"),),
+    )  # fmt: skip
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"suspect": 1}
+    assert outcome.asked(2) == outcome.asked(3) == []
+
+
+@pytest.mark.parametrize("death", ["cut", "cut,at=head", "cut,after_events=1", "error_event"])
+def test_killing_the_second_before_its_first_token_is_enough(death: str) -> None:
+    outcome = lose_twice(death)
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"suspect": 1}
+    assert outcome.asked(2) == []
+
+
+def test_workers_that_are_shut_down_do_not_make_a_request_suspect() -> None:
+    leaves = "request=1:sigterm_abort,after_events=5"
+
+    outcome = lose(
+        leaves, Client(tokens=40), kinds="vllm vllm vllm", limit=9,
+        happenings=((0.0, f"faults 1 {leaves}"),),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 2
+
+
+def test_workers_that_die_late_do_not_make_a_request_suspect() -> None:
+    late = "request=1:server_dies,after_events=20"
+
+    outcome = lose(
+        late, Client(tokens=60), kinds="vllm vllm vllm", limit=9,
+        happenings=((0.0, f"faults 1 {late}"),),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+
+
+#### Drains
+
+
+def test_what_can_move_leaves_a_draining_worker_at_the_end_of_its_window() -> None:
+    outcome = lose("", Client(tokens=30), happenings=((1.5, "drain 0 1.0"),), looks=(2.4, 2.6, 4.0))
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"worker_draining exact": 1}
+    assert [look.running for look in outcome.looks] == [[1, 0], [0, 1], [0, 1]]
+    assert outcome.looks[-1].breakers == {"w0": "closed", "w1": "closed"}
+    told = {"worker": "w0", "role": "mixed", "outcome": "cancelled"}
+    assert outcome.count("baton_worker_requests_total", **told) == 1
+    assert outcome.count("baton_stream_outcome_total", worker="w0", outcome="migrated") == 1
+
+
+def test_a_drain_that_is_asked_for_over_http_moves_streams() -> None:
+    drain = Client(
+        at=1.5, path="/v1/workers/w0/drain", raw_body=b'{"timeout_secs":0}', stream=False
+    )
+
+    outcome = lose("", Client(tokens=30), others=(drain,))
+
+    assert outcome.got[1].status == 200
+    assert is_whole(outcome)
+    assert outcome.moves == {"worker_draining exact": 1}
+
+
+def test_what_ends_in_time_stays() -> None:
+    outcome = lose("", Client(tokens=10), happenings=((1.5, "drain 0 5"),))
+
+    assert is_whole(outcome)
+    assert outcome.moves == {}
+
+
+@pytest.mark.parametrize(("kinds", "client"), [("vllm vllm", more(**TOOLS)), ("vllm", PLAIN)])
+def test_what_cannot_move_runs_on(kinds: str, client: Client) -> None:
+    outcome = lose("", client, kinds=kinds, happenings=((1.55, "drain 0 0"),))
+
+    assert is_whole(outcome)
+    assert outcome.moves == outcome.stuck == {}
+
+
+def test_with_its_moves_spent_a_stream_runs_on() -> None:
+    outcome = lose(client=Client(tokens=30), kinds="vllm vllm vllm",
+                   happenings=((3.0, "drain 1 0"), (3.0, "drain 2 0")))  # fmt: skip
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 1
+
+
+def test_a_drain_before_the_first_token_is_a_fresh_start_that_costs_nothing() -> None:
+    outcome = lose(
+        "", PLAIN, kinds="sglang sglang", happenings=((0.5, "drain 0 0"),), request_max_retries=0
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {}
+    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+
+
+def test_a_second_drain_moves_nothing_again() -> None:
+    outcome = lose(
+        "", Client(tokens=30), kinds="vllm vllm", limit=5,
+        happenings=((1.5, "drain 0 0"), (1.6, "drain 0 0"), (3.0, "drain 0 0")),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"worker_draining exact": 1}
+
+
+#### Many at once
+
+
+def test_many_that_move_at_once_are_spread_over_a_moment() -> None:
+    crowd = tuple(Client(tokens=30) for _ in range(120))
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(), Engine(), Engine()),
+            clients=crowd,
+            settings={"migration_limit": 1},
+            happenings=((2.0, "faults 0 now:server_dies"),),
+        )
+    )
+
+    moved = [
+        moment for ticket in outcome.tickets for moment, edge in ticket.history
+        if edge.source.value == "migrating"
+    ]  # fmt: skip
+    assert {got.ending for got in outcome.got} == {"clean"}
+    assert sum(outcome.moves.values()) == len(moved) == 40
+    assert 0 < max(moved) - min(moved) <= 1.0
+    assert len(set(moved)) > 20
