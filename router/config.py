@@ -179,6 +179,13 @@ class Settings:
     migration_max_tokens: int = option(
         Whole(1), 131072, "longest sequence (prompt and output) that is carried"
     )
+    migration_keep_alive_secs: float = option(
+        Seconds(),
+        0.0,
+        "between two comments to a client whose stream is being moved, so that no proxy in between "
+        "gives it up; 0 = none",
+        addition=True,
+    )
 
     connect_timeout_secs: float = option(
         Seconds(positive=True), 5.0, "to connect to a worker", section="Deadlines"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
 from router.answering import (
     Answering,
@@ -22,6 +22,7 @@ from router.answering import (
     broken,
 )
 from router.calls import Call
+from router.clocks import Clocks, is_due
 from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers, find, to_client
@@ -50,18 +51,6 @@ _SUSPECT_AGAIN_SECONDS = 1.0
 _MOVABLE = frozenset({S.COMMITTED, S.STREAMING, S.POISONED, S.RESUMING})
 #: A leg in these states may be given back by its worker.
 _GIVEN_BACK_FROM = frozenset({LegState.WAITING, LegState.ANSWERING, LegState.STREAMING})
-_WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
-
-
-@frozen
-class Deadlines:
-    """Seconds; 0 is off. The fifth deadline, connecting, is kept by the pool."""
-
-    request: float
-    first_token: float
-    stream_idle: float
-    #: Silence after which it matters what the worker's probes say.
-    suspect_idle: float
 
 
 class Observer(Protocol):
@@ -88,10 +77,8 @@ class Exchange:
     call: Call
     channel: ClientChannel
     route: Route
-    deadlines: Deadlines
+    clocks: Clocks
     whole_bytes_max: int
-    #: The client asked for a stream: then silence before the first event is judged, too.
-    wants_stream: bool
     observer: Observer
     leg: Leg | None = None
     #: The end of the wait under the admission cap, or None.
@@ -135,7 +122,9 @@ class Exchange:
                 self.asking.cancel(reason="the request is over")
             self.observer.conclude(self)
         else:
+            self.clocks.kept_alive_at = self.now
             self.channel.waker.wake()
+            self.channel.rearm()
 
     def start(self, leg: Leg) -> None:
         """A leg begins; the deadlines of the attempt begin with it."""
@@ -344,55 +333,28 @@ class Exchange:
     # Deadlines
 
     def next_deadline(self) -> float | None:
-        """The nearest of the request's, the queue's and the leg's (Trio's clock, seconds)."""
+        """The nearest of this request's clocks (Trio's clock, seconds)."""
         if self.ticket.is_over:
             return None  # its task has yet to run; a due moment that stays would never let it
-        nearest = self._request_due()
-        for due in (self.queue_until, self._leg_due()):
-            if due is not None and (nearest is None or due < nearest):
-                nearest = due
-        return nearest
+        return self.clocks.nearest(self.leg, self.queue_until)
 
     def on_deadline(self, now: float) -> None:
+        clocks, leg = self.clocks, self.leg
         if self.ticket.is_over:
             return
-        if (due := self._request_due()) is not None and due <= now:
-            if self.leg is not None and self._survives(self.leg, "stalled"):
+        if is_due(clocks.request_due(), now):
+            if leg is not None and self._survives(leg, "stalled"):
                 return
-            message = f"The request took longer than {self.deadlines.request:g} seconds."
+            message = f"The request took longer than {clocks.deadlines.request:g} seconds."
             self.fire("deadline_passed", Failure(Refusal("request_timeout", message)))
-        elif self.queue_until is not None and self.queue_until <= now:
+        elif is_due(self.queue_until, now):
             message = "The request waited too long for its turn."
             self.fire("refused", Failure(Refusal("queue_timeout", message, retry_after=1)))
-        elif self.leg is not None and (due := self._leg_due()) is not None and due <= now:
-            self._meet_silence(self.leg, now)
-
-    def _request_due(self) -> float | None:
-        seconds = self.deadlines.request
-        return self.ticket.started_at + seconds if seconds else None
-
-    def _leg_due(self) -> float | None:
-        leg = self.leg
-        if leg is None or not self.wants_stream or leg.paused:
-            return None
-        stall, suspect = self._stall_due(leg), self._suspect_due(leg)
-        if stall is None or (suspect is not None and suspect < stall):
-            return suspect
-        return stall
-
-    def _stall_due(self, leg: Leg) -> float | None:
-        if leg.state in _WAITING:
-            seconds = self.deadlines.first_token
-            return leg.sent_at + seconds if seconds else None
-        if leg.state is LegState.STREAMING and self.deadlines.stream_idle:
-            return leg.last_event_at + self.deadlines.stream_idle
-        return None
-
-    def _suspect_due(self, leg: Leg) -> float | None:
-        seconds = self.deadlines.suspect_idle
-        if not seconds:
-            return None
-        return max(leg.last_event_at + seconds, leg.suspect_again_at)
+        elif leg is not None and is_due(clocks.leg_due(leg), now):
+            self._meet_silence(leg, now)
+        elif is_due(clocks.keep_alive_due(), now) and self.channel.reply_begun:
+            self.channel.write(b": keep-alive\n\n")
+            clocks.kept_alive_at = now
 
     def _meet_silence(self, leg: Leg, now: float) -> None:
         """Silence alone is patience's matter; with a worker that nobody reaches, it is the end.
@@ -400,7 +362,7 @@ class Exchange:
         A real vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is
         already closed.
         """
-        stall = self._stall_due(leg)
+        stall = self.clocks.stall_due(leg)
         if stall is not None and stall <= now:
             self._meet_stall(leg)
         elif leg.worker.is_silent:
@@ -415,10 +377,10 @@ class Exchange:
         if self._survives(leg, "stalled"):
             return
         if leg.state is LegState.STREAMING:
-            seconds = self.deadlines.stream_idle
+            seconds = self.clocks.deadlines.stream_idle
             refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
         else:
-            seconds = self.deadlines.first_token
+            seconds = self.clocks.deadlines.first_token
             refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
         self.lose(leg, "stalled", "leg_stalled", Failure(refusal))
 

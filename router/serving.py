@@ -20,9 +20,10 @@ from router.admission import Admission
 from router.booking import Booking
 from router.calls import Call
 from router.choosing import Choice, Chooser
+from router.clocks import Clocks, Deadlines
 from router.config import Settings
 from router.errors import Refusal
-from router.exchange import Deadlines, Exchange
+from router.exchange import Exchange
 from router.front import ClientChannel, Gone
 from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
@@ -90,6 +91,7 @@ class Serving:
             first_token=settings.first_token_timeout_secs,
             stream_idle=settings.stream_idle_timeout_secs,
             suspect_idle=settings.suspect_idle_secs,
+            keep_alive=settings.migration_keep_alive_secs,
         )
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self._book_request = self.booking.listener("request")
@@ -215,9 +217,8 @@ class Serving:
             call=call,
             channel=channel,
             route=route,
-            deadlines=self.deadlines,
+            clocks=Clocks(self.deadlines, ticket, wants_stream=bool(asked.stream)),
             whole_bytes_max=self.settings.max_body_bytes,
-            wants_stream=bool(asked.stream),
             observer=self,
         )
         ticket.moving = self._moving_for(call, route, asked)

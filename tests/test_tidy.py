@@ -15,6 +15,7 @@ PURE = (
     "router.breaker",
     "router.calls",
     "router.choosing",
+    "router.clocks",
     "router.config",
     "router.engines",
     "router.errors",

@@ -1,0 +1,103 @@
+"""When something of a request is due: its deadlines, and the comments that keep a client waiting.
+
+Pure: asked with the live leg, it answers with moments on Trio's clock (seconds), and never acts.
+Deadlines that are switched off are no moments. The deadline for connecting is kept by the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from attrs import define, frozen
+
+from router.ticket import Ticket
+from statemachines.leg import LegState
+from statemachines.request import RequestState
+
+_WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
+_BETWEEN = frozenset({RequestState.MIGRATING, RequestState.RESUMING})
+
+
+@frozen
+class Deadlines:
+    """Seconds; 0 is off."""
+
+    request: float
+    first_token: float
+    stream_idle: float
+    #: Silence after which it matters what the worker's probes say.
+    suspect_idle: float
+    #: Between two comments to a client whose stream is being moved.
+    keep_alive: float = 0.0
+
+
+class LegTimes(Protocol):
+    """What the clocks read of a leg."""
+
+    state: LegState
+    paused: bool
+    sent_at: float
+    last_event_at: float
+    suspect_again_at: float
+
+
+@define(eq=False)
+class Clocks:
+    """The clocks of one request."""
+
+    deadlines: Deadlines
+    ticket: Ticket
+    #: The client asked for a stream: only then is silence judged.
+    wants_stream: bool
+    #: When the client was last sent something while its stream was being moved.
+    kept_alive_at: float = 0.0
+
+    def nearest(self, leg: LegTimes | None, queue_until: float | None) -> float | None:
+        """The first moment at which anything is due."""
+        nearest = self.request_due()
+        leg_due = None if leg is None else self.leg_due(leg)
+        for due in (queue_until, leg_due, self.keep_alive_due()):
+            if due is not None and (nearest is None or due < nearest):
+                nearest = due
+        return nearest
+
+    def request_due(self) -> float | None:
+        """The end of the request's whole time."""
+        seconds = self.deadlines.request
+        return self.ticket.started_at + seconds if seconds else None
+
+    def leg_due(self, leg: LegTimes) -> float | None:
+        """When the silence of a leg is to be looked at; never while its client is slow."""
+        if not self.wants_stream or leg.paused:
+            return None
+        stall, suspect = self.stall_due(leg), self._suspect_due(leg)
+        if stall is None or (suspect is not None and suspect < stall):
+            return suspect
+        return stall
+
+    def stall_due(self, leg: LegTimes) -> float | None:
+        """When a leg was silent for too long, whatever its worker's probes say."""
+        if leg.state in _WAITING:
+            seconds = self.deadlines.first_token
+            return leg.sent_at + seconds if seconds else None
+        if leg.state is LegState.STREAMING and self.deadlines.stream_idle:
+            return leg.last_event_at + self.deadlines.stream_idle
+        return None
+
+    def keep_alive_due(self) -> float | None:
+        """When a client whose stream is being moved gets its next comment."""
+        seconds = self.deadlines.keep_alive
+        if not seconds or self.ticket.state not in _BETWEEN:
+            return None
+        return self.kept_alive_at + seconds
+
+    def _suspect_due(self, leg: LegTimes) -> float | None:
+        seconds = self.deadlines.suspect_idle
+        if not seconds:
+            return None
+        return max(leg.last_event_at + seconds, leg.suspect_again_at)
+
+
+def is_due(moment: float | None, now: float) -> bool:
+    """Whether a moment has come."""
+    return moment is not None and moment <= now
