@@ -1,4 +1,4 @@
-"""The parts of docs/ that are written from tables: the options of `serve` and the metrics.
+"""The parts of docs/ that are written from tables: options, metrics, reasons not to move.
 
 `baton diagrams` puts them between the markers in docs/, next to what comes from the charts.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from router.config import OPTIONS, unavailable_notes
+from router.migration.poison import Poison
 from router.options import Option
 from router.series import DURATION_BOUNDS, FIRST_TOKEN_BOUNDS, TABLE, Label, Metric
 
@@ -16,7 +17,11 @@ from router.series import DURATION_BOUNDS, FIRST_TOKEN_BOUNDS, TABLE, Label, Met
 def blocks() -> dict[str, str]:
     """The generated blocks, by the name that documents ask for."""
     bounds = {"duration-bounds": DURATION_BOUNDS, "first-token-bounds": FIRST_TOKEN_BOUNDS}
-    made = {"options": _lines(_options()), "metrics": _lines(_metrics())}
+    made = {
+        "options": _lines(_options()),
+        "metrics": _lines(_metrics()),
+        "poison": _lines(_poison()),
+    }
     return made | {name: ", ".join(f"{b:g}" for b in of) + "\n" for name, of in bounds.items()}
 
 
@@ -54,6 +59,13 @@ def _metrics() -> Iterator[str]:
     for row in TABLE:
         labels = "; ".join(map(_label, row.labels))
         yield f"| `{row.name}` | {row.kind} | {labels} | {_metric_text(row)} |"
+
+
+def _poison() -> Iterator[str]:
+    yield "| reason | why it does not move |"
+    yield "|---|---|"
+    for reason in Poison:
+        yield f"| `{reason.value}` | {reason.why} |"
 
 
 def _label(label: Label) -> str:
