@@ -141,7 +141,7 @@ class Logs:
                     # Sanitised long before, but half a surrogate pair would raise here.
                     id if id.isascii() else _text(id),
                     route,
-                    worker,
+                    worker if worker is None or worker.isascii() else _text(worker),
                     attempts,
                     state,
                     status or None,

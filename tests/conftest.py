@@ -1,9 +1,15 @@
-"""How many examples hypothesis draws: few while working, more and always the same in CI."""
+"""How many examples hypothesis draws: few while working, more and always the same in CI.
+
+And a clean log for every test: an application under test sets up the process's.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", max_examples=50, deadline=None)
@@ -16,3 +22,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
