@@ -22,7 +22,7 @@ from router.migration.shape import examine
 
 #: A vocabulary: ids to bytes.
 WORDS = {1: b"<p>", 2: b"a", 3: b"b", 4: b" c", 5: b"\xf0\x9f", 6: b"\x99", 7: b"\x82", 8: b"EN"}
-WORDS |= {9: b"", 10: b"<tool", 11: b"_call>"}
+WORDS |= {9: b"", 10: b"<tool", 11: b"_call>", 12: b"<special>"}
 
 
 def text_of(ids: tuple[int, ...] | list[int]) -> str:
@@ -76,15 +76,45 @@ def test_a_finished_character_is_carried() -> None:
 
 
 def test_case_22_text_held_for_a_stop_string_is_found() -> None:
-    record = recorded(event("", 2), event("", 3), event("a", 4), stop=["xyz"])
+    events = [event("", 2), event("", 3), event("a", 4)]
+    shown = recorded(*events, stop=["xyz"], return_token_ids=True)
 
-    assert found(record) == (Agreed(3, "b c"), 2)
+    assert found(shown) == (Agreed(3, "b c"), 2)
+    assert found(recorded(*events, stop=["xyz"])) == (Agreed(1), 4)
+
+
+def test_of_held_text_the_rest_of_a_token_is_carried() -> None:
+    record = recorded(event("", 8), event("E", 2), stop=["xyz"])
+
+    assert found(record) == (Agreed(1, "N"), 4)
 
 
 def test_held_text_that_ends_inside_a_character_is_carried_up_to_it() -> None:
-    record = recorded(event("", 2), event("a", 3), event("", 5), event("", 6), stop=["xyz"])
+    events = [event("", 2), event("a", 3), event("", 5), event("", 6)]
 
-    assert found(record) == (Agreed(2, "b"), 4)
+    assert found(recorded(*events, stop=["xyz"], return_token_ids=True)) == (Agreed(2, "b"), 4)
+    assert found(recorded(*events, stop=["xyz"]))[0] == Agreed(1)
+
+
+def test_a_special_token_is_not_spelled_to_the_client() -> None:
+    record = recorded(event("", 2), event("a", 12), event("", 3), stop=["xyz"])
+
+    assert found(record)[0] == Agreed(1)
+
+
+def test_what_is_held_is_carried_where_nobody_makes_it_again() -> None:
+    record = recorded(event("", 2), event("a", 3), stop=["xyz"], max_tokens=2)
+
+    assert found(record)[0] == Agreed(2, "b")
+
+
+def test_a_search_that_is_not_answered_to_its_end_has_found_something() -> None:
+    place = seek(recorded(event("", 2), event("", 3), event("a", 4), stop=["xyz"]))
+
+    for text in ("<p>", "<p>ab c", None):
+        assert isinstance(place, Inquiry)
+        place = place.answer(text)
+    assert place == Agreed(3, "b c")
 
 
 def test_a_parsers_leavings_are_not_shown() -> None:

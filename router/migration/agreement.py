@@ -55,18 +55,22 @@ class Inquiry:
     low: int = 0
     high: int = 0
     steps: int = 0
+    #: A place that will do, while a better one is looked for.
+    found: Agreed | None = None
 
     def answer(self, text: str | None) -> Inquiry | Agreed | Disagreed:
         """What follows from the answer."""
         if text is None or self.steps > _STEPS_MAX:
-            return Disagreed()
+            return self.found or Disagreed()
         if self.ids < 0:
             asked = self.record
             return evolve(self, context=text)._ask(len(asked.ids))
         if not text.startswith(self.context):
-            return Disagreed()
+            return self.found or Disagreed()
         output = text[len(self.context) :]
         read = self.record.text[self.record.text_base :]
+        if self.found is not None:
+            return self._lessen(output, read)
         if self.record.has_parser:
             return self._narrow(output, read)
         return self._shorten(output, read)
@@ -84,7 +88,28 @@ class Inquiry:
             return self._ask(self.ids - 1)
         if not output.startswith(read):
             return Disagreed()
-        return Agreed(self.ids, output[len(read) :])
+        found = Agreed(self.ids, output[len(read) :])
+        if not found.held or not _may_roll_back(self.record):
+            return found
+        low = max(self.record.agreed_ids, self.ids - _held_ids_max(self.record))
+        return evolve(self, found=found, low=low, high=self.ids)._halve(found)
+
+    def _lessen(self, output: str, read: str) -> Inquiry | Agreed:
+        """Find the fewest ids whose text has what was read in it."""
+        found, low, high = self.found, self.low, self.high
+        assert found is not None
+        if not output.startswith(read):
+            low = self.ids + 1
+        else:
+            high, held = self.ids, output[len(read) :]
+            if not held.endswith(_REPLACEMENT):
+                found = Agreed(self.ids, held)
+        return evolve(self, found=found, low=low, high=high)._halve(found)
+
+    def _halve(self, found: Agreed) -> Inquiry | Agreed:
+        if self.low >= self.high:
+            return found
+        return self._ask((self.low + self.high) // 2)
 
     def _narrow(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
         """Find the ids whose text is exactly what was read: a parser's leavings are not shown."""
@@ -98,6 +123,22 @@ class Inquiry:
         if low >= high:
             return Disagreed()
         return evolve(self, low=low, high=high)._ask((low + high) // 2)
+
+
+def _may_roll_back(record: Record) -> bool:
+    """Whether the next worker may be left to make again what was held back.
+
+    The text of a special token is nothing that an engine would send, but vLLM's `/detokenize`
+    spells it. So of what was held no more is delivered than the rest of a token that was begun,
+    unless the client has seen the ids, or there is no next worker.
+    """
+    rest = record.rest()
+    return not record.shape.shows_tokens and (rest is None or rest > 0)
+
+
+def _held_ids_max(record: Record) -> int:
+    """About how many tokens can be held back: each has a character, most of them more."""
+    return max((len(stop) for stop in record.shape.stops), default=0) + UNFINISHED_IDS_MAX
 
 
 def _context(record: Record) -> list[int]:
