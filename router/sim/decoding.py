@@ -145,12 +145,13 @@ class Choice:
         return token
 
     def _read(self, token: int) -> None:
+        known = len(self._unsent)
         if self.stopped_by is None and not tokens.is_special(token):
             self._unsent += self._decode(tokens.VOCABULARY[token])
         if self.finish is not None and self.manner.flushes_unfinished:
             self._unsent += self._decoder.decode(b"", final=True)
         if self.limits.stop and self.count >= self.limits.min_tokens:
-            self._look_for_stop()
+            self._look_for_stop(len(self._unsent) - known)
 
     def _decode(self, data: bytes) -> str:
         text = self._decoder.decode(data)
@@ -162,9 +163,15 @@ class Choice:
             text, self._lost = text[1:], 0
         return text
 
-    def _look_for_stop(self) -> None:
+    def _look_for_stop(self, new: int) -> None:
+        """Look at matches that end in the `new` characters of one token, as for every token."""
         window = self._recent + self._unsent
-        hits = [(at, stop) for stop in self.limits.stop if (at := window.find(stop)) >= 0]
+        old = len(window) - new
+        hits = [
+            (at, stop)
+            for stop in self.limits.stop
+            if (at := window.find(stop, max(0, old - len(stop) + 1))) >= 0
+        ]
         if not hits:
             return
         at, stop = min(hits)
