@@ -107,20 +107,25 @@ def test_a_worker_that_joins_is_probed_and_used() -> None:
     assert outcome.sent == [2, 2]
 
 
-def test_a_worker_that_returns_with_another_model_is_learned_anew() -> None:
-    # Not the process of before: its models are asked for before it is given anything.
-    comes_back = "now:server_dies,restart_after=40"
+def test_a_worker_that_returns_is_asked_what_it_serves_before_it_is_used() -> None:
+    # It may be another process, with another model.
+    comes_back = "now:server_dies,restart_after=20"
+    asks = tuple(Client(at=36.0 + turn, tokens=1) for turn in range(4))
 
     outcome = simulate(
         Plan(
-            engines=(Engine(model="old", faults=comes_back), Engine(model="other")),
-            clients=(Client(at=1.0, model="old"), Client(at=50.0, model="old", tokens=1)),
-            looks=(1.0, 49.0),
+            engines=(Engine(), Engine()),
+            clients=(Client(tokens=1), *asks),
+            settings={"health_check_interval_secs": 2.0},
+            happenings=((3.0, f"faults 0 {comes_back}"),),
+            looks=(20.0, 36.0),
         )
     )
 
-    assert states(outcome)[1] == "ready"
-    assert outcome.got[1].status == 200
+    assert states(outcome) == ["unhealthy", "ready"]
+    asked = [each.path for each in outcome.engines[0].requests]
+    first, again, *_ = (i for i, path in enumerate(asked) if path == "/v1/chat/completions")
+    assert "/v1/models" in asked[first:again]
 
 
 def test_the_worker_api() -> None:

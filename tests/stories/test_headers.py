@@ -102,6 +102,17 @@ def test_headers_of_a_worker_go_along_but_not_its_framing() -> None:
     assert headers["content-length"] == str(len(outcome.one.body))
 
 
+def test_hop_by_hop_headers_of_a_worker_stay_there() -> None:
+    closing = Engine(faults="close_delimited")  # says `connection: close`
+
+    outcome = simulate(
+        Plan(engines=(closing,), clients=(Client(tokens=1, then=(Client(at=3.0),)),))
+    )
+
+    assert "connection" not in outcome.got[0].headers
+    assert outcome.got[1].ending == "clean"
+
+
 def test_the_length_of_a_rewritten_error_is_its_own() -> None:
     flat = Engine(kind="sglang", faults="status,code=400")
 

@@ -145,6 +145,24 @@ def test_flat_errors_of_sglang_are_nested(status: int) -> None:
     assert (outcome.one.error["message"], outcome.one.error["code"]) == ("flat", status)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_head_waits_for_the_first_event(kind: str) -> None:
+    # vLLM sends its head at once, SGLang with its first event: the client sees no difference.
+    outcome = simulate(Plan(engines=(Engine(kind=kind, first_token_seconds=3.0),)))
+
+    assert outcome.one.head_at == pytest.approx(3.0, abs=0.35)
+    assert outcome.one.pieces[0][0] == outcome.one.head_at
+
+
+def test_comments_before_the_first_event_wait_with_the_head() -> None:
+    commenting = Engine(faults="pause,at=head,seconds=5,comments_every=1", first_token_seconds=0.0)
+
+    outcome = simulate(Plan(engines=(commenting,)))
+
+    assert outcome.one.head_at == pytest.approx(5.0)
+    assert outcome.one.body.startswith(b": ")
+
+
 def test_retries_are_bounded() -> None:
     outcome = simulate(
         Plan(engines=(Engine(faults="cut"),) * 4, settings={"request_max_retries": 2})
