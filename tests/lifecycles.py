@@ -44,6 +44,8 @@ class Book:
     refused: dict[str, list[bytes]] = field(factory=dict)  # bodies of a worker's own errors
     did: dict[str, list[str]] = field(factory=dict)  # what workers did with a request, in order
     seen: dict[str, int] = field(factory=dict)
+    #: Who is told of a timeout must have met a silent worker. Not so where time is real.
+    judges_time: bool = True
 
     def count(self, what: str) -> None:
         self.seen[what] = self.seen.get(what, 0) + 1

@@ -141,7 +141,8 @@ class Request:
             return
         assert reply.ending != "none", f"{self.id}: no answer"
         if self.expect:
-            assert reply.status == self.expect, (self.id, reply)
+            late = () if book.judges_time else (408,)
+            assert reply.status in (self.expect, *late), (self.id, reply)
         elif reply.ending == "complete" and reply.status == 200:
             assert reply.body in book.whole.get(self.id, ()), f"{self.id}: {reply.body[-300:]!r}"
         elif reply.ending == "complete":
@@ -164,6 +165,8 @@ class Request:
         book.count("a worker's own error")
 
     def _check_code(self, book: Book, code: str) -> None:
+        if not book.judges_time:
+            return
         assert code in POSSIBLE, f"{self.id}: {code}"
         if code in ("first_token_timeout", "stream_idle_timeout", "request_timeout"):
             met = book.did.get(self.id, ())
