@@ -234,6 +234,49 @@ async def test_headers_are_told_in_lower_case_and_in_order() -> None:
         ]
 
 
+async def answer_in_pieces(wire: Wire, *pieces: bytes) -> Asked:
+    """Send a request, and answer it with one read for each piece."""
+    streams: list[MemoryStream] = []
+
+    async def engine(stream: MemoryStream) -> None:
+        streams.append(stream)
+        await trio.sleep_forever()
+
+    wire.network.engines[ADDRESS] = engine
+    asked = await wire.ask()
+    for piece in pieces:
+        streams[0].outgoing.put(piece)
+        wire.reactor.turn()
+    return asked
+
+
+@pytest.mark.slow
+async def test_every_pair_of_cuts_of_chunks_gives_the_same_body() -> None:
+    # A read may begin within a size and end within a body, and look like one whole chunk.
+    looks_whole = b"hello\r\n3\r\nabc\r\n555555"
+    assert len(looks_whole) == 0x15
+    chunks = [b"x", looks_whole, b"0\r\n\r\n", b"y" * 17, b"\r\n", looks_whole, b"z" * 5]
+    framed = b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in chunks])
+    framed += b"05\r\nabcde\r\n2;x=y\r\nok\r\n0\r\n\r\n"
+    body = b"".join(chunks) + b"abcdeok"
+    async with wired(None) as wire:
+        wire.pool.keep_alive_seconds = 0
+        for first in range(1, len(framed)):
+            for second in range(first, min(first + 25, len(framed))):
+                pieces = CHUNKED, framed[:first], framed[first:second], framed[second:]
+                asked = await answer_in_pieces(wire, *[piece for piece in pieces if piece])
+                assert asked.body == body, pieces
+                assert asked.told[-1] == "end", pieces
+
+
+async def test_a_chunk_in_the_place_of_a_trailer_is_none() -> None:
+    async with wired(None) as wire:
+        asked = await answer_in_pieces(wire, CHUNKED + b"1\r\na\r\n", b"0\r\n", b"5\r\nhello\r\n")
+
+        assert asked.body == b"a"
+        assert asked.told[-1] == "broken"
+
+
 #### answers that are none
 
 MALFORMED = {

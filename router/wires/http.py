@@ -205,6 +205,8 @@ class WorkerChannel(Channel):
             problem = str(error)
         except httptools.HttpParserUpgrade:
             problem = "the worker switched protocols unasked"
+        if self._between_chunks and not data.endswith(b"\n"):
+            self._between_chunks = False  # the first digits of the next size have been read, too
         if self._body:
             self._beside_bytes = 0
         elif not self.complete:
