@@ -101,13 +101,17 @@ def test_the_longest_sequence_that_is_carried() -> None:
 
 
 def test_debug_shows_a_request_that_is_being_moved() -> None:
-    moving = Client(tokens=10, extra={"stop": ["###"]}, headers=(("x-request-id", "the-one"),))
+    # Nobody answers for five seconds where the text stands, and then the text is carried.
+    moving = Client(
+        tokens=10, path="/v1/chat/completions", extra={"stop": ["###"]},
+        headers=(("x-request-id", "the-one"),),
+    )  # fmt: skip
     looking = {"method": "GET", "path": "/debug/requests/the-one", "stream": False}
 
     outcome = lose(
         "request=1:cut,after_events=6", moving,
-        others=(Client(at=2.0, **looking), Client(at=6.2, **looking), Client(at=20.0, **looking)),  # type: ignore[arg-type]
-        happenings=((0.0, "faults 1 path=/detokenize:pause,seconds=2"),),
+        others=(Client(at=2.0, **looking), Client(at=7.0, **looking), Client(at=20.0, **looking)),  # type: ignore[arg-type]
+        happenings=((0.0, "faults 1 path=/detokenize:hang"),),
     )  # fmt: skip
 
     first, second, last = (got.json for got in outcome.got[1:])
