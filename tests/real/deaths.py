@@ -117,7 +117,7 @@ async def outlive(
 async def judge_death(
     stream: Stream, death: Dying, first: Engine, references: References, moves: Sequence[Moved]
 ) -> Break:
-    """`first` has said the right answer, or says it now."""
+    """`first` has been asked for the right answer, also counted, while it lived."""
     case, got = stream.case, told_by(stream.answer)
     right = await references.right(first, case)
     mode = moves[0].mode if moves else "finished there" if got.is_good else "none"

@@ -137,6 +137,7 @@ async def test_streams_outlive_their_engine(tally: Tally, kinds: tuple[str, str]
                 answering = answering or dying
                 for case in long_cases(kinds):
                     await references.right(answering, case)
+                    await references.counted(answering, case)
                 found = await _die(number, death, dying, survivor, answering, references)
             breaks += found
 
