@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -84,6 +85,7 @@ def fuzz(seed: int, book: Book) -> None:
         raise
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_connections_nothing_is_left_and_nobody_is_deceived() -> None:
     book = Book()
     everything = {*GOOD, *BAD, *FATE, "a stream that failed visibly", "a worker's own error"}
