@@ -25,7 +25,6 @@ from router.sockets import (
     Network,
     Socket,
     TcpNetwork,
-    TcpSocket,
 )
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.peers import Peer, TcpPeer
@@ -266,6 +265,19 @@ async def test_a_full_socket_blocks_and_is_writable_again_when_it_was_read(
 
     assert await world.wait_event(sock, WRITABLE) & WRITABLE
     assert sock.send(b"x") == 1
+
+
+async def test_what_the_peer_has_not_taken_is_known(world: World, pair: Opened) -> None:
+    sock, peer = pair
+    assert sock.untaken_bytes() == 0
+    sent = fill(sock)
+    assert 0 < sock.untaken_bytes() <= sent
+
+    received = 0
+    while received < sent:
+        received += len(await peer.receive_some())
+    while sock.untaken_bytes():
+        await trio.lowlevel.checkpoint()
 
 
 #### ends
@@ -555,18 +567,18 @@ async def test_nobody_reaches_a_closed_listener(world: World) -> None:
         await world.open_client(listening)
 
 
-async def test_a_released_socket_lives_on_as_a_trio_stream(nursery: trio.Nursery) -> None:
-    network = TcpNetwork()
-    world = tcp_world(nursery, network)
+async def test_a_socket_that_left_lives_on_as_a_trio_stream(world: World) -> None:
     sock, peer = await world.accept()
-    assert isinstance(sock, TcpSocket)
+    await peer.send_all(b"unread")
+    await world.wait_event(sock, READABLE)
     world.forget(sock)
 
-    async with trio.SocketStream(trio.socket.from_stdlib_socket(sock.release())) as stream:
-        await peer.send_all(b"ping")
-        assert await stream.receive_some() == b"ping"
-        await stream.send_all(b"pong")
-        assert await peer.receive_some() == b"pong"
+    stream = world.network.stream_of(sock)
+    assert await stream.receive_some() == b"unread"
+    await stream.send_all(b"pong")
+    assert await peer.receive_some() == b"pong"
+    await peer.send_eof()
+    assert await stream.receive_some() == b""
+    await stream.aclose()
     assert await peer.receive_some() == b""
     await peer.aclose()
-    network.close()
