@@ -18,6 +18,8 @@ from tests.peers import Peer
 
 _ERROR_EVENT = b'data: {"error"'
 _CHAT = "/v1/chat/completions"
+#: Where time is real, whoever waited so long may have met a deadline of the router.
+LATE_SECONDS = 1.0
 
 
 #### answers
@@ -149,8 +151,8 @@ class Request:
             self._check_error(book, reply)
         else:
             self._check_cut(book, reply)
-        if self.has_id:
-            assert reply.headers.get("x-request-id") == self.id
+        if self.has_id and reply.status != 408:
+            assert reply.headers.get("x-request-id") == self.id, (self.id, reply)
 
     def _check_error(self, book: Book, reply: Reply) -> None:
         code = reply.headers.get("x-router-error-code")
@@ -196,6 +198,8 @@ class Visitor:
     is_stopping: Callable[[], bool] = lambda: False
     #: Whether the router still serves a request whose id begins so.
     is_served: Callable[[str], bool] = lambda id: False
+    #: When it last connected or got a whole answer.
+    _heard_at: float = 0.0
 
     async def visit(self) -> None:
         """Connect, and do what luck says; raises AssertionError where an answer is wrong."""
@@ -208,13 +212,19 @@ class Visitor:
         except OSError:
             assert self.is_stopping()
             return
+        self._heard_at = trio.current_time()
         try:
             await FATE[fate](self, peer, requests)
         except GONE:
             stays = fate in ("asks in turn", "pipelines")
-            assert not stays or self.is_stopping(), "broken before it was answered"
+            assert not stays or self._may_be_cut(), "broken before it was answered"
         finally:
             await close(peer)
+
+    def _may_be_cut(self) -> bool:
+        """The router goes down, or a busy machine has let it idle or hurry for too long."""
+        was_late = trio.current_time() - self._heard_at > LATE_SECONDS
+        return self.is_stopping() or (was_late and not self.book.judges_time)
 
     # Requests
 
@@ -272,8 +282,9 @@ class Visitor:
         for request in requests:
             await send(self.luck, peer, request.raw)
             reply = await incoming.reply(request.method)
-            request.check(self.book, reply, is_lenient=self.is_stopping())
+            request.check(self.book, reply, is_lenient=self._may_be_cut())
             self.book.count("answered")
+            self._heard_at = trio.current_time()
             if reply.closes:
                 break
             await self.luck.pause(2)
@@ -296,7 +307,7 @@ class Visitor:
     ) -> None:
         for request in requests:
             reply = await incoming.reply(request.method)
-            request.check(self.book, reply, is_lenient=is_lenient or self.is_stopping())
+            request.check(self.book, reply, is_lenient=is_lenient or self._may_be_cut())
             self.book.count("answered")
             if reply.closes:
                 return
