@@ -96,6 +96,12 @@ def test_held_text_that_ends_inside_a_character_is_carried_up_to_it() -> None:
     assert found(recorded(*events, stop=["xyz"]))[0] == Agreed(1)
 
 
+def test_an_unfinished_character_is_not_taken_for_one_that_was_read() -> None:
+    record = recorded(event("", 5), event("", 2), event("\ufffd", 3), stop=["xyz"])
+
+    assert found(record)[0] == Agreed(2, "a")
+
+
 def test_a_special_token_is_not_spelled_to_the_client() -> None:
     record = recorded(event("", 2), event("a", 12), event("", 3), stop=["xyz"])
 

@@ -98,12 +98,11 @@ class Inquiry:
         """Find the fewest ids whose text has what was read in it."""
         found, low, high = self.found, self.low, self.high
         assert found is not None
-        if not output.startswith(read):
-            low = self.ids + 1
+        if output.startswith(read) and not output.endswith(_REPLACEMENT):
+            high, found = self.ids, Agreed(self.ids, output[len(read) :])
         else:
-            high, held = self.ids, output[len(read) :]
-            if not held.endswith(_REPLACEMENT):
-                found = Agreed(self.ids, held)
+            # An unfinished character looks like one that was read and is none.
+            low = self.ids + 1
         return evolve(self, found=found, low=low, high=high)._halve(found)
 
     def _halve(self, found: Agreed) -> Inquiry | Agreed:
