@@ -22,7 +22,9 @@ CONTEXT_IDS = 32
 #: A character has at most four bytes, so at most three tokens at the end can be unfinished.
 UNFINISHED_IDS_MAX = 3
 #: Steps of the search where the place is looked for: enough for any sequence.
-_STEPS_MAX = 20
+_STEPS_MAX = 40
+#: Tokens without text that are looked for: special ones, which a stream leaves out.
+_SILENT_MAX = 4
 _REPLACEMENT = "\ufffd"
 
 
@@ -57,6 +59,10 @@ class Inquiry:
     steps: int = 0
     #: A place that will do, while a better one is looked for.
     found: Agreed | None = None
+    #: Which ids have no text in the stream, although the worker spells them.
+    silent: tuple[int, ...] = ()
+    #: The first such id that is not known yet is looked for.
+    is_hunting: bool = False
 
     def answer(self, text: str | None) -> Inquiry | Agreed | Disagreed:
         """What follows from the answer."""
@@ -73,10 +79,13 @@ class Inquiry:
             return self._lessen(output, read)
         if self.record.has_parser:
             return self._narrow(output, read)
+        if self.is_hunting:
+            return self._hunt(output, read)
         return self._shorten(output, read)
 
     def _ask(self, ids: int) -> Inquiry:
-        tokens = (*_context(self.record), *self.record.ids[:ids])
+        told = [id_ for at, id_ in enumerate(self.record.ids[:ids]) if at not in self.silent]
+        tokens = (*_context(self.record), *told)
         return evolve(self, tokens=tokens, ids=ids, steps=self.steps + 1)
 
     def _shorten(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
@@ -87,12 +96,30 @@ class Inquiry:
                 return Disagreed()
             return self._ask(self.ids - 1)
         if not output.startswith(read):
-            return Disagreed()
+            if len(self.silent) >= _SILENT_MAX:
+                return Disagreed()
+            hunt = evolve(self, low=self.record.agreed_ids, high=self.ids, is_hunting=True)
+            return hunt._next_of_hunt()
         found = Agreed(self.ids, output[len(read) :])
         if not found.held or not _may_roll_back(self.record):
             return found
         low = max(self.record.agreed_ids, self.ids - _held_ids_max(self.record))
         return evolve(self, found=found, low=low, high=self.ids)._halve(found)
+
+    def _hunt(self, output: str, read: str) -> Inquiry | Disagreed:
+        """Find the first id whose text the stream has not: a special token, most likely."""
+        shown = output.rstrip(_REPLACEMENT)
+        if read.startswith(shown) or output.startswith(read):
+            return evolve(self, low=self.ids + 1)._next_of_hunt()
+        return evolve(self, high=self.ids)._next_of_hunt()
+
+    def _next_of_hunt(self) -> Inquiry | Disagreed:
+        if self.low < self.high:
+            return self._ask((self.low + self.high) // 2)
+        if self.high < 1 or self.high - 1 in self.silent:
+            return Disagreed()
+        silent = (*self.silent, self.high - 1)
+        return evolve(self, silent=silent, is_hunting=False)._ask(len(self.record.ids))
 
     def _lessen(self, output: str, read: str) -> Inquiry | Agreed:
         """Find the fewest ids whose text has what was read in it."""
