@@ -107,46 +107,6 @@ def test_special_tokens_before_the_place_are_left_out(shows_ids: bool) -> None:
     assert asked < 15
 
 
-def test_an_unfinished_character_after_text_in_one_event_is_found() -> None:
-    assert found(recorded(event("a", 2, 5, 6))) == (Agreed(1), 4)
-
-
-def test_a_finished_character_is_carried() -> None:
-    assert found(recorded(event("a🙂", 2, 5, 6, 7))) == (Agreed(4), 2)
-
-
-def test_case_22_text_held_for_a_stop_string_is_found() -> None:
-    events = [event("", 2), event("", 3), event("a", 4)]
-    shown = recorded(*events, stop=["xyz"], return_token_ids=True)
-
-    assert found(shown) == (Agreed(3, "b c"), 2)
-    assert found(recorded(*events, stop=["xyz"])) == (Agreed(1), 4)
-
-
-def test_of_held_text_the_rest_of_a_token_is_carried() -> None:
-    record = recorded(event("", 8), event("E", 2), stop=["xyz"])
-
-    assert found(record) == (Agreed(1, "N"), 4)
-
-
-def test_held_text_that_ends_inside_a_character_is_carried_up_to_it() -> None:
-    events = [event("", 2), event("a", 3), event("", 5), event("", 6)]
-
-    assert found(recorded(*events, stop=["xyz"], return_token_ids=True)) == (Agreed(2, "b"), 4)
-    assert found(recorded(*events, stop=["xyz"]))[0] == Agreed(1)
-
-
-@pytest.mark.parametrize("shows", [{}, {"return_token_ids": True}])
-def test_special_tokens_before_the_place_are_left_out(shows: dict[str, object]) -> None:
-    events = [event("", 2), event("", 12), event("", 3), event("", 12), event("ab c", 4)]
-    record = recorded(*events, event("", 2), stop=["xyz"], **shows)
-
-    place, asked = found(record)
-
-    assert place == (Agreed(6, "a") if shows else Agreed(5))
-    assert asked < 12
-
-
 def test_an_unfinished_character_is_not_taken_for_one_that_was_read() -> None:
     record = recorded(event("", 5), event("", 2), event("\ufffd", 3), stop=["xyz"])
 
