@@ -40,7 +40,8 @@ def test_idle_timers_stop_while_the_client_is_slow() -> None:
 
 def test_idle_timers_begin_anew_when_the_client_has_caught_up() -> None:
     # All that the worker has said is in the backlog; then it hangs.
-    slow = Client(tokens=50, fault="padding,bytes=90000;hang,after_events=3", reads_from=100.0)
+    fault = "padding,bytes=90000;hang,after_events=3"
+    slow = Client(chat=False, tokens=50, fault=fault, reads_from=100.0)
 
     outcome = simulate(Plan(clients=(slow,), settings={"stream_idle_timeout_secs": 5.0}))
 
