@@ -15,7 +15,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 
 import httpx
 import structlog
@@ -260,7 +260,7 @@ class App:
 
     def _pool_of_url(self, url: httpx.URL) -> Pool | None:
         for worker in self.fleet.all():
-            if str(url).startswith(worker.url):
+            if str(url).startswith(beneath(worker.url)):
                 return self.pool(worker)
         return None
 
@@ -343,3 +343,10 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@lru_cache(maxsize=4096)
+def beneath(url: str) -> str:
+    """How the URL of everything that a worker serves begins, as httpx spells it."""
+    # httpx leaves out default ports; without the slash, port 900 would be that of 9000, too.
+    return str(httpx.URL(url)).rstrip("/") + "/"
