@@ -119,6 +119,15 @@ def test_a_special_token_is_not_spelled_to_the_client() -> None:
     assert found(record)[0] == Agreed(1)
 
 
+def test_ids_that_were_shown_are_made_again_only_where_they_come_again() -> None:
+    events = [event("", 2), event("a", 12), event("", 3)]
+    greedy = recorded(*events, stop=["xyz"], return_token_ids=True, temperature=0)
+    sampled = recorded(*events, stop=["xyz"], return_token_ids=True, temperature=0.5)
+
+    assert found(greedy)[0] == Agreed(1)
+    assert found(sampled)[0] == Agreed(3, "<special>b")
+
+
 def test_what_is_held_is_carried_where_nobody_makes_it_again() -> None:
     record = recorded(event("", 2), event("a", 3), stop=["xyz"], max_tokens=2)
 

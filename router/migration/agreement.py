@@ -156,10 +156,10 @@ def _may_roll_back(record: Record) -> bool:
 
     The text of a special token is nothing that an engine would send, but vLLM's `/detokenize`
     spells it. So of what was held no more is delivered than the rest of a token that was begun,
-    unless the client has seen the ids, or there is no next worker.
+    unless the client has seen ids that may not come again, or there is no next worker.
     """
-    rest = record.rest()
-    return not record.shape.shows_tokens and (rest is None or rest > 0)
+    shape, rest = record.shape, record.rest()
+    return (shape.is_greedy or not shape.shows_tokens) and (rest is None or rest > 0)
 
 
 def _held_ids_max(record: Record) -> int:

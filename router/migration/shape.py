@@ -65,6 +65,8 @@ class Shape:
     #: Tokens of output asked for, with the endpoint's default; None: up to the context length.
     budget: int | None = None
     min_tokens: int = 0
+    #: The same tokens come again, whoever makes them.
+    is_greedy: bool = False
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     #: The stop string is part of the answer.
@@ -105,6 +107,7 @@ def _examine(members: Members, endpoint: Endpoint) -> Shape:
         has_tools=is_given(members, "tools") and value_of(members, "tool_choice") != "none",
         budget=budget,
         min_tokens=integer_of(members, "min_tokens") or 0,
+        is_greedy=_is_greedy(members),
         stops=tuple(stop for stop in texts_of(members, "stop") if stop),
         stop_ids=frozenset(ids_of(members, "stop_token_ids")),
         keeps_stop=bool(
@@ -125,6 +128,11 @@ def _budget(members: Members, endpoint: Endpoint) -> int | None:
         return COMPLETION_TOKENS_DEFAULT if given is None else given
     given = integer_of(members, "max_completion_tokens")
     return integer_of(members, "max_tokens") if given is None else given
+
+
+def _is_greedy(members: Members) -> bool:
+    temperature = value_of(members, "temperature")
+    return type(temperature) in (int, float) and temperature == 0
 
 
 def _asks_logprobs(members: Members, endpoint: Endpoint) -> bool:
