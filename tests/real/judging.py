@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 import msgspec
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from tests.real.cutting import Cuts, How, Sent
 from tests.real.moves import Case, Outcome, References
@@ -180,11 +180,22 @@ def _compare(
     is_one_kind = len({each.engine.kind for each in sent}) == 1
     if got == right or (not is_one_kind and got.without_stop() == right.without_stop()):
         return Verdict.IDENTICAL, ""
+    if _lacks_usage_only(got, right, case, sent):
+        return Verdict.OTHER_TAIL, "usage that only the engine knew"
     if is_strict:
         return Verdict.WRONG, "not the right answer"
     if (fault := _fault_at_seams(got, right, case, sent)) is not None:
         return Verdict.WRONG, fault
     return Verdict.OTHER_TAIL, ""
+
+
+def _lacks_usage_only(got: Told, right: Told, case: Case, sent: list[Sent]) -> bool:
+    """SGLang's chat is cut between a stop string's finish and the usage, which is then left out.
+
+    Tokens of a stop string may have come without a chunk, so that nobody can count them.
+    """
+    is_lost = sent[-1].engine.kind == "sglang" and case.endpoint == "chat" and sent[-1].was_cut
+    return is_lost and isinstance(right.stop, str) and got == evolve(right, usage=None)
 
 
 def _fault_at_seams(got: Told, right: Told, case: Case, sent: list[Sent]) -> str | None:

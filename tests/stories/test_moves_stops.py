@@ -1,4 +1,7 @@
-"""A stop string that begins before a move and ends inside one event of several tokens."""
+"""A stop string that begins before a move and ends inside one event of several tokens.
+
+The answers are sampled: of greedy ones the beginning is made again, and the engine finds its end.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tests.simulate import simulate
 
 FIELDS: dict[str, object] = {
     "return_token_ids": True,
+    "temperature": 0.7,
     "stream_options": {"include_usage": True},
 }
 
