@@ -185,6 +185,8 @@ SIM_HELP = {
     "ambiguous": "now and then write a word as pieces that encode differently when read back",
     "keep_alive_seconds": "how long an idle connection is kept",
     "sigterm": "what SIGTERM does; native = what the imitated engine does",
+    "role": "half of a prefill/decode pair, or all of it",
+    "bootstrap_port": "where a half of a pair hands over its KV cache; 0 picks a free port",
     "faults": "what goes wrong and when, as described below",
 }
 """The settings of a simulated engine that are flags; types and defaults are its own."""

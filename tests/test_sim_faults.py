@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
+import attrs
 import pytest
 import trio
 
@@ -200,6 +201,13 @@ async def check_abort(_: SimEngine, client: Client) -> None:
 
     assert (heard.finish, heard.ending, heard.is_done) == ("abort", "complete", True)
     assert len(heard.chunks) == 3
+
+
+async def check_early_head(engine: SimEngine, client: Client) -> None:
+    engine.settings = attrs.evolve(engine.settings, first_token_seconds=5.0)
+    await client.send(COMPLETIONS, STREAM)
+    with trio.fail_after(1):
+        await client.stream.receive_some(10)
 
 
 async def check_end(_: SimEngine, client: Client) -> None:
@@ -430,6 +438,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "comments": ("comments", check_comments),
     "crlf": ("crlf", check_crlf),
     "padding": ("padding,bytes=5000", check_padding),
+    "early_head": ("early_head", check_early_head),
     "drop": ("drop", check_drop),
     "mute": ("mute", check_mute),
     "refuse": ("now:refuse,restart_after=5", check_refuse),
@@ -454,14 +463,18 @@ def test_the_manual_names_every_kind_and_parameter() -> None:
 
 
 def test_every_kind_has_its_check() -> None:
-    assert set(CHECKS) == set(KINDS)
+    # Those of half a pair are in test_sim_pd.py.
+    assert set(CHECKS) == {kind.name for kind in KINDS.values() if kind.family != "half"}
+
+
+SGLANG_ONLY = ("sgl", "sched", "early")
 
 
 @pytest.mark.parametrize("kind", CHECKS)
 async def test_fault(kind: str, autojump_clock: object) -> None:
     faults, check = CHECKS[kind]
 
-    await with_engine(faults, check, "sglang" if kind.startswith(("sgl", "sched")) else "vllm")
+    await with_engine(faults, check, "sglang" if kind.startswith(SGLANG_ONLY) else "vllm")
 
 
 # --- points --------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.sim import deaths, tokens
+from router.sim import deaths, pairs, tokens
+from router.sim.dialect import Trouble
 from router.sim.faults import BadFault, Fault, Script
 from router.sim.jobs import Job, Reply, dump
 from router.sim.running import Fate, Running
@@ -153,8 +154,8 @@ class Answer:
             message = f"Duplicate request ID detected: {job.rid}"
             await self._send(self.engine.dialect.error(400, message))
             return
-        poisonous = not all(tokens.is_in_vocabulary(id_) for ids in job.prompts for id_ in ids)
-        if poisonous:
+        is_known = all(tokens.is_in_vocabulary(id_) for ids in job.prompts for id_ in ids)
+        if not is_known or pairs.is_deadly(job):
             deaths.poison(self.engine)
             await trio.sleep_forever()
         running = self.engine.admit(job)
@@ -175,21 +176,25 @@ class Answer:
         self._keeps &= await answer.give()
 
     async def _send_whole_job(self, running: Running) -> None:
+        await pairs.meet(self.engine, running, self.script)
         await self._generate_whole(running)
         if running.is_fated and running.fate is Fate.HANG:
             await trio.sleep_forever()
         if running.is_fated and running.fate is Fate.ERROR:
-            await self._send(self.engine.dialect.error(500, self.engine.mode.error or ""))
+            trouble = running.trouble or Trouble(self.engine.mode.error or "")
+            await self._send(self.engine.dialect.error(500, trouble.message, trouble.kind))
             return
         answer = self.engine.dialect.unary(running.job, running.choices)
+        if running.handoff is not None:
+            answer["kv_transfer_params"] = running.handoff
         await self._send(Reply(200, dump(answer)))
 
     async def _generate_whole(self, running: Running) -> None:
         settings = self.engine.settings
         stopped = self.script.find("abort")
-        tokens_left = stopped.integer("after_events") if stopped else -1
+        tokens_left = _tokens_before(stopped)
         late = self.script.find("delay")
-        pause = settings.first_token_seconds + _seconds(late, "first_token")
+        pause = pairs.first_token_seconds(self.engine, running, self.script)
         while live := [choice for choice in running.choices if choice.finish is None]:
             await running.wait(pause)
             await self.engine.wait_answering()
@@ -204,7 +209,7 @@ class Answer:
         if running.is_fated and running.fate is Fate.ABORT:
             for choice in running.choices:
                 if choice.finish is None:
-                    choice.cut_short("abort")
+                    choice.cut_short(stopped.word("reason") if stopped else "abort")
 
     # How it is said.
 
@@ -317,6 +322,13 @@ class Answer:
             "disconnects": engine.disconnects,
             "aborted": engine.aborted,
         }
+
+
+def _tokens_before(abort: Fault | None) -> int:
+    """How many tokens a whole answer has when it is aborted; -1 for all of them."""
+    if abort is None or abort.integer("after_events") >= 0:
+        return -1 if abort is None else abort.integer("after_events")
+    return 0 if abort.word("at") == "head" else -1
 
 
 def _has_event_point(fault: Fault) -> bool:

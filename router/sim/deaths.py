@@ -35,11 +35,16 @@ def poison(engine: "SimEngine") -> None:
 
 
 def abort(engine: "SimEngine", rid: str | None) -> None:
-    """Abort one running generation by its request id, or all of them."""
-    for running in engine.running:
-        if rid is None or running.job.rid == rid:
+    """Abort running generations by their request id, or all of them.
+
+    An id that nobody has is dropped; one that somebody has takes along every id that begins with
+    it (SGLang 0.5.23; sglang #30912).
+    """
+    named = [one for one in engine.running if rid is None or one.job.rid == rid]
+    for running in list(engine.running) if named else ():
+        if rid is None or running.job.rid.startswith(rid):
             engine.aborted.append(running.job.rid)
-            running.meet(Fate.ABORT)
+            running.abort()
 
 
 def _meet_all(engine: "SimEngine", fate: Fate, *, after_seconds: float = 0.0) -> None:

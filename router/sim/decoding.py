@@ -12,7 +12,7 @@ never be made nicer than it is.
 import codecs
 from collections.abc import Sequence
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from router.sim import tokens
 from router.sim.model import Generation, Model
@@ -45,6 +45,10 @@ class Limits:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     keeps_stop_text: bool = False
+
+    def up_to(self, budget: int | None) -> "Limits":
+        """The same with a smaller budget."""
+        return self if budget is None else evolve(self, budget=min(self.budget, budget))
 
     @property
     def longest_stop(self) -> int:
@@ -99,6 +103,10 @@ class Choice:
     def text(self) -> str:
         """All the text given out so far."""
         return "".join(self.texts)
+
+    def take_over(self, generation: Generation) -> None:
+        """Go on from a KV cache that was computed elsewhere, for whichever prompt that was."""
+        self._generation = generation
 
     def step(self, tokens_wanted: int = 1) -> Piece:
         """Generate up to `tokens_wanted` tokens; fewer where the choice ends.

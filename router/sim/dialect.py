@@ -11,6 +11,15 @@ from router.sim.settings import SimSettings
 
 
 @frozen
+class Trouble:
+    """An error of one generation; the engines name its type in their own ways."""
+
+    message: str
+    kind: str = ""
+    event_kind: str = ""
+
+
+@frozen
 class Situation:
     """What a dialect may know of the engine while it reads or answers a request."""
 
@@ -18,6 +27,7 @@ class Situation:
     unix_time: int
     running: int
     health: int
+    kv_port: int
     new_id: Callable[[int], str]
     """Random hex digits, as many as asked for; repeatable for a seed."""
 
@@ -55,5 +65,5 @@ class Dialect(Protocol):
     def error(self, status: int, message: str, kind: str = "") -> Reply:
         """An error as the whole answer."""
 
-    def error_event(self, status: int, message: str) -> bytes:
+    def error_event(self, status: int, message: str, kind: str = "") -> bytes:
         """An error inside a stream."""

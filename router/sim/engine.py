@@ -6,8 +6,10 @@ every lifetime; what happens later (a death in three stages, a restart) is a pla
 Trio's clock.
 """
 
+import contextlib
 import random
 from collections import deque
+from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
 import h11
@@ -31,6 +33,7 @@ from router.sim.faults import (
     parse_faults,
 )
 from router.sim.jobs import Job
+from router.sim.kv import Caches, Dial
 from router.sim.model import Model
 from router.sim.plain import PlainDialect
 from router.sim.running import Running
@@ -42,6 +45,8 @@ from router.sim.wire import ClientGone, Received, Stream, Wire, head, received
 REQUESTS_KEPT = 10_000
 HEAD_BYTES_MAX = 65536
 _IDLE_CHECK_SECONDS = 5.0
+POLL_SECONDS = 4.0
+"""How long SGLang's halves of a pair work on for a client that left (0.5.23; up to 8 s)."""
 _DIALECTS: dict[str, type[Dialect]] = {
     "vllm": VllmDialect,
     "sglang": SglangDialect,
@@ -70,6 +75,11 @@ class SimEngine:
     """
 
     settings: SimSettings = field(factory=SimSettings)
+    dial: Dial = trio.open_tcp_stream
+    """How it reaches the engine that holds the KV cache it waits for."""
+    caches: Caches = field(factory=Caches, init=False)
+    kv_port: int = field(default=0, init=False)
+    """Where others reach what it holds."""
     dialect: Dialect = field(init=False)
     model: Model = field(init=False)
     faults: FaultBook = field(factory=FaultBook, init=False)
@@ -88,6 +98,7 @@ class SimEngine:
     def __attrs_post_init__(self) -> None:
         settings = self.settings
         self.requests = deque(maxlen=REQUESTS_KEPT)
+        self.kv_port = settings.bootstrap_port
         self.dialect = _DIALECTS[settings.engine]()
         self.model = Model(settings.seed, settings.eos_every, settings.ambiguous)
         self._random = random.Random(f"{settings.name}/{settings.seed}")
@@ -110,6 +121,12 @@ class SimEngine:
         """Whether nobody listens: a connection attempt gets "connection refused"."""
         self.start()
         return self.mode.refuses
+
+    @property
+    def id(self) -> str:
+        """What vLLM's hand-over calls the process; another one after a restart."""
+        self.caches.look_at_clock()
+        return f"{self.settings.name}-{self.caches.life}"
 
     @property
     def unix_time(self) -> float:
@@ -157,6 +174,7 @@ class SimEngine:
             changes = (*changes, (max(self.restart_at - now, 0.0), Mode.SERVING))
         self.schedule.set(*changes)
         gone_in = min((after for after, mode in changes if mode is Mode.GONE), default=float("inf"))
+        self.caches.die_at(now + gone_in)
         for connection in self.connections:
             if gone_in <= 0:
                 connection.scope.cancel("the process is gone")
@@ -171,16 +189,18 @@ class SimEngine:
             int(self.unix_time),
             self.inflight,
             self.mode.health,
+            self.kv_port,
             lambda digits: f"{self._random.getrandbits(4 * digits):0{digits}x}",
         )
 
     def admit(self, job: Job) -> Running:
         """Begin to generate; `release` must follow."""
+        is_first_half = self.settings.role == "prefill" and bool(job.meetings)
         choices = [
             start_choice(
                 self.model,
                 job.prompts[index // job.n],
-                job.limits[index // job.n],
+                job.limits[index // job.n].up_to(1 if is_first_half else None),
                 self.dialect.manner,
                 index=index,
                 way=0 if job.greedy else index % job.n,
@@ -222,13 +242,28 @@ class SimEngine:
 
     async def serve_connection(self, stream: Stream) -> None:
         """Serve HTTP/1.1 on a stream until either side ends it; closes the stream."""
+        await self._keep(Connection(Wire(stream)), self._serve)
+
+    async def serve_handover(self, stream: Stream) -> None:
+        """Serve an engine that wants a KV cache of this one; closes the stream."""
+        await self._keep(Connection(Wire(stream), is_idle=False), self._hand_over)
+
+    async def _hand_over(self, connection: Connection) -> None:
+        if not self.mode.refuses:
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self.wait_answering()
+                await self.caches.serve(connection.wire.stream)
+
+    async def _keep(
+        self, connection: Connection, serve: Callable[[Connection], Awaitable[None]]
+    ) -> None:
+        """Serve a connection for as long as the process lives."""
         self.start()
-        connection = Connection(Wire(stream))
         self.connections.add(connection)
         try:
             with connection.scope:
                 connection.scope.deadline = self.schedule.next_time_of(Mode.GONE)
-                await self._serve(connection)
+                await serve(connection)
         finally:
             self.connections.discard(connection)
             await connection.wire.cut(reset=connection.ends_with_reset)
@@ -296,18 +331,24 @@ class SimEngine:
             return [parse_fault(f"status,code=400,message={quote(str(error))}")]
         return book.for_request(self._sighting(one))
 
+    @property
+    def _polls_its_clients(self) -> bool:
+        return self.settings.engine == "sglang" and self.settings.role != "mixed"
+
     async def _answer(self, connection: Connection, one: Received, script: Script) -> bool:
         """Answer while watching for the client to leave, as the real servers do."""
         keeps = False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_watch, connection.wire, nursery.cancel_scope)
+            unnoticed = POLL_SECONDS if self._polls_its_clients else 0.0
+            nursery.start_soon(_watch, connection.wire, nursery.cancel_scope, unnoticed)
             keeps = await Answer(self, connection.wire, one, script).give()
             nursery.cancel_scope.cancel("answered")
         return keeps
 
 
-async def _watch(wire: Wire, scope: trio.CancelScope) -> None:
+async def _watch(wire: Wire, scope: trio.CancelScope, unnoticed: float) -> None:
     await wire.wait_closed()
+    await trio.sleep(unnoticed)
     scope.cancel("the client left")
 
 

@@ -1,7 +1,8 @@
 """The ways in which a simulated engine can misbehave: one closed table. Pure data.
 
-An answer fault is for one request, a connection fault for one connection, an engine fault for
-all of it. `faults` reads the language in which they are asked for.
+An answer fault is for one request, and so is one of half a pair; a connection fault is for one
+connection, an engine fault for all of the engine. `faults` reads the language in which they are
+asked for.
 """
 
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from attrs import frozen
 
 Value = bool | int | float | str
-Family = Literal["answer", "connection", "engine"]
+Family = Literal["answer", "half", "connection", "engine"]
 
 
 @frozen
@@ -107,7 +108,11 @@ _TABLE = (
         "abort",
         "answer",
         "finish as aborted, then a clean end",
-        (*_point("head", _PLACES[1:]), _DONE),
+        (
+            *_point("head", _PLACES[1:]),
+            _DONE,
+            Parameter("reason", "abort", "the finish reason", ("abort", "error")),
+        ),
     ),
     Kind(
         "end",
@@ -172,6 +177,24 @@ _TABLE = (
         "make the body, or every event, larger",
         (Parameter("bytes", 65536, "by how much"),),
     ),
+    Kind(
+        "early_head",
+        "answer",
+        "the head at once, comments while there is nothing to say",
+        (Parameter("comments_every", 0.0, "seconds between comments; 0 = none"),),
+    ),
+    Kind(
+        "alone",
+        "half",
+        "prefill keeps its KV cache and says nothing of it; decode computes the prompt itself",
+    ),
+    Kind(
+        "linger",
+        "half",
+        "prefill answers later than it hands over its KV cache",
+        (Parameter("seconds", 1.0, "how much later"),),
+    ),
+    Kind("transfer_fails", "half", "the KV cache is not brought over: an error instead of text"),
     Kind(
         "drop",
         "connection",

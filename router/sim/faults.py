@@ -222,7 +222,7 @@ class FaultBook:
 
     def for_request(self, sighting: Sighting) -> list[Fault]:
         """The faults that this request meets; counts it."""
-        return self._matching(sighting, ("answer", "engine"))
+        return self._matching(sighting, ("answer", "half", "engine"))
 
     def for_connection(self, sighting: Sighting) -> list[Fault]:
         """The faults that this connection meets; counts it."""

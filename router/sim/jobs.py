@@ -42,6 +42,17 @@ class Wishes:
 
 
 @frozen
+class Meeting:
+    """Where SGLang's prefill and decode meet, for one sequence."""
+
+    host: str | None
+    port: int | None
+    room: int | None
+    is_listed: bool = False
+    """The room came in a list of rooms."""
+
+
+@frozen
 class Job:
     """A request that will be generated. One prompt and `n` choices make `n` indices."""
 
@@ -59,6 +70,11 @@ class Job:
     role: str = "assistant"
     echo_text: str = ""
     fingerprint: str = ""
+    meetings: tuple[Meeting, ...] = ()
+    is_batch: bool = False
+    """Its prompts came as a list of prompts."""
+    kv: Json | None = None
+    """vLLM's `kv_transfer_params`."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -105,7 +105,7 @@ class PlainDialect:
     def error(self, status: int, message: str, kind: str = "") -> Reply:
         return Reply(status, dump(_error(status, message, kind)))
 
-    def error_event(self, status: int, message: str) -> bytes:
+    def error_event(self, status: int, message: str, kind: str = "") -> bytes:
         return event(_error(status, message))
 
 

@@ -1,12 +1,16 @@
 """A generation in progress, and what may happen to it from outside."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
+from functools import partial
 
 import trio
 from attrs import define, field
 
 from router.sim.decoding import Choice
-from router.sim.jobs import Job
+from router.sim.dialect import Trouble
+from router.sim.jobs import Job, Json
+from router.sim.model import Model
 
 
 class Fate(Enum):
@@ -27,6 +31,12 @@ class Running:
     job: Job
     choices: list[Choice]
     fate: Fate | None = field(default=None, init=False)
+    trouble: Trouble | None = field(default=None, init=False)
+    """What its error says, if it is not the engine's."""
+    if_aborted: Trouble | None = field(default=None, init=False)
+    """What an abort looks like while it waits for its other half; None: a finish."""
+    handoff: Json | None = field(default=None, init=False)
+    """What vLLM's prefill answers for its decode."""
     _fated_at: float = field(default=float("inf"), init=False)
     _scope: trio.CancelScope | None = field(default=None, init=False)
 
@@ -43,11 +53,38 @@ class Running:
         if self._scope is not None:
             self._scope.deadline = at
 
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """One for each sequence."""
+        return [choice.prompt for choice in self.choices]
+
+    def take_over(self, place: int, model: Model, cache: Sequence[int]) -> None:
+        """Sequences go on from a cache that came from elsewhere."""
+        way = 0 if self.job.greedy else place % self.job.n
+        self.choices[place].take_over(model.start(cache, choice=way))
+
+    def abort(self) -> None:
+        """It is aborted from outside."""
+        if self.if_aborted is None:
+            self.meet(Fate.ABORT)
+        else:
+            self.fail(self.if_aborted)
+
+    def fail(self, trouble: Trouble) -> None:
+        """It ends with this error, now."""
+        if self.fate is None or not self.is_fated:
+            self.trouble = trouble
+            self.meet(Fate.ERROR)
+
+    async def until_fated(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Something that a fate interrupts."""
+        with trio.CancelScope(deadline=self._fated_at) as self._scope:
+            await step()
+        self._scope = None
+
     async def wait(self, seconds: float) -> None:
         """The time until the next token, or until a fate."""
         if seconds <= 0:
             await trio.lowlevel.checkpoint()
             return
-        with trio.CancelScope(deadline=self._fated_at) as self._scope:
-            await trio.sleep(seconds)
-        self._scope = None
+        await self.until_fated(partial(trio.sleep, seconds))

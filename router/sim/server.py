@@ -6,7 +6,7 @@ included: "connection refused" needs a listener that is really closed.
 
 import signal
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Awaitable, Callable
 
 import attrs
 import trio
@@ -41,17 +41,44 @@ async def serve(engine: SimEngine) -> int:
     """Serve one engine on a real socket; returns the exit code: 1 after a death."""
     engine.start()
     settings = engine.settings
-    listeners = await trio.open_tcp_listeners(settings.port, host=settings.host, backlog=_BACKLOG)
-    port = listeners[0].socket.getsockname()[1]
-    print(f"baton sim: listening on http://{settings.host}:{port}", flush=True)
+    work, handovers = await _doors(engine)
+    print(f"baton sim: listening on http://{settings.host}:{work.port}", flush=True)
     async with trio.open_nursery() as nursery:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             ended = _Ended()
             nursery.start_soon(_obey, engine, signals, nursery.cancel_scope, ended)
-            await _listen(engine, listeners, port)
+            await _listen(engine, work, handovers)
             ended.code = 0 if ended.by_signal else 1
             nursery.cancel_scope.cancel("the simulated process is gone")
     return ended.code
+
+
+@attrs.define(eq=False)
+class _Door:
+    """A port, and what is served there."""
+
+    serve: Callable[[trio.SocketStream], Awaitable[None]]
+    listeners: list[trio.SocketListener]
+
+    @property
+    def port(self) -> int:
+        port: int = self.listeners[0].socket.getsockname()[1]
+        return port
+
+
+async def _doors(engine: SimEngine) -> tuple[_Door, _Door]:
+    """Where requests come, and where other engines come; the second only for half of a pair."""
+    settings = engine.settings
+    work = _Door(engine.serve_connection, await _open(settings.host, settings.port))
+    handovers = _Door(engine.serve_handover, [])
+    if settings.role != "mixed":
+        handovers.listeners = await _open(settings.host, settings.bootstrap_port)
+        engine.kv_port = handovers.port
+    return work, handovers
+
+
+async def _open(host: str, port: int) -> list[trio.SocketListener]:
+    return list(await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG))
 
 
 @attrs.define(eq=False)
@@ -76,13 +103,15 @@ async def _obey(
         deaths.befall(engine, parse_fault(fault))
 
 
-async def _listen(engine: SimEngine, listeners: list[trio.SocketListener], port: int) -> None:
+async def _listen(engine: SimEngine, *doors: _Door) -> None:
     """Listen whenever the engine does; returns when it never will again."""
+    ports = [door.port if door.listeners else 0 for door in doors]
     async with trio.open_nursery() as connections:
         while True:
             async with trio.open_nursery() as accepting:
-                for listener in listeners:
-                    accepting.start_soon(_accept, engine, listener, connections)
+                for door in doors:
+                    for listener in door.listeners:
+                        accepting.start_soon(_accept, door.serve, listener, connections)
                 while not engine.is_refusing:
                     await engine.schedule.wait_changed()
                 accepting.cancel_scope.cancel("the listener is closed")
@@ -92,15 +121,17 @@ async def _listen(engine: SimEngine, listeners: list[trio.SocketListener], port:
                     connections.cancel_scope.cancel("the process is gone")
                     return
                 await engine.schedule.wait_changed()
-            host = engine.settings.host
-            listeners = await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG)
+            for door, port in zip(doors, ports, strict=True):
+                door.listeners = await _open(engine.settings.host, port) if port else []
 
 
 async def _accept(
-    engine: SimEngine, listener: trio.SocketListener, connections: trio.Nursery
+    serve: Callable[[trio.SocketStream], Awaitable[None]],
+    listener: trio.SocketListener,
+    connections: trio.Nursery,
 ) -> None:
     async with listener:
-        await trio.serve_listeners(engine.serve_connection, [listener], handler_nursery=connections)
+        await trio.serve_listeners(serve, [listener], handler_nursery=connections)
 
 
 async def _let_connections_end(engine: SimEngine) -> None:

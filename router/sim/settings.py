@@ -8,6 +8,7 @@ from attrs import field, frozen
 from router.sim.faults import parse_faults
 
 EngineKind = Literal["vllm", "sglang", "openai"]
+Role = Literal["mixed", "prefill", "decode"]
 SigtermBehaviour = Literal["native", "abort", "hang", "drain", "exit"]
 
 
@@ -27,8 +28,10 @@ class SimSettings:
     `name` is what faults and logs call this engine. `token_seconds` is the time between two
     steps, `first_token_seconds` the time before the first; with both 0 it runs as fast as its
     client reads. `sigterm` is what SIGTERM does to the process (native: as the engine does
-    by default). `faults` are in the language of `router.sim.faults`; what cannot be read raises
-    a ValueError here. `unix_time` is what the clock shows at the start, so that tests are exact.
+    by default). `role` is half of a pair's, and `bootstrap_port` where it hands over its KV cache
+    (SGLang's bootstrap server, vLLM's side channel). `faults` are in the language of
+    `router.sim.faults`; what cannot be read raises a ValueError here. `unix_time` is what the
+    clock shows at the start, so that tests are exact.
     """
 
     engine: EngineKind = "vllm"
@@ -45,5 +48,7 @@ class SimSettings:
     seed: int = 0
     faults: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_check_faults)
     sigterm: SigtermBehaviour = "native"
+    role: Role = "mixed"
+    bootstrap_port: int = 0
     keep_alive_seconds: float = 5.0
     unix_time: float = 1_800_000_000.0

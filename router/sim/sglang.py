@@ -127,8 +127,8 @@ class SglangDialect:
     def error(self, status: int, message: str, kind: str = "") -> Reply:
         return error_reply(status, message, kind or _KINDS.get(status, "InternalServerError"))
 
-    def error_event(self, status: int, message: str) -> bytes:
-        kind = _KINDS.get(status, "InternalServerError")
+    def error_event(self, status: int, message: str, kind: str = "") -> bytes:
+        kind = kind or _KINDS.get(status, "InternalServerError")
         error: Json = {"object": "error", "message": message, "type": kind}
         error |= {"param": None, "code": status}
         return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
@@ -282,7 +282,7 @@ def _server_info(now: Situation) -> Json:
     path = f"/models/{settings.model}"
     info: Json = {"model_path": path, "tokenizer_path": path, "served_model_name": settings.model}
     info |= {"context_length": settings.context_length, "is_embedding": False}
-    info |= {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998}
+    info |= {"disaggregation_mode": _pd_mode(now), "disaggregation_bootstrap_port": now.kv_port}
     return info | {"dp_size": 1, "version": "0.5.23"}
 
 
@@ -291,8 +291,13 @@ def _model_info(now: Situation) -> Json:
     path = f"/models/{settings.model}"
     info: Json = {"model_path": path, "served_model_name": settings.model, "tokenizer_path": path}
     info |= {"is_generation": True, "preferred_sampling_params": None, "weight_version": "default"}
-    info |= {"reasoning_parser": None, "tool_call_parser": None, "disaggregation_mode": "null"}
-    return info
+    info |= {"reasoning_parser": None, "tool_call_parser": None}
+    return info | {"disaggregation_mode": _pd_mode(now)}
+
+
+def _pd_mode(now: Situation) -> str:
+    role = now.settings.role
+    return "null" if role == "mixed" else role
 
 
 def _post(path: str, body: bytes, now: Situation) -> Reply:

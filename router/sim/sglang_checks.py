@@ -1,7 +1,9 @@
 """How SGLang reads and refuses generation requests (0.5.23, probed on the live server). Pure."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
+import attrs
 import msgspec
 
 from router.sim import tokens
@@ -14,6 +16,7 @@ from router.sim.jobs import (
     Fields,
     Job,
     Json,
+    Meeting,
     Message,
     Refused,
     Reply,
@@ -21,6 +24,7 @@ from router.sim.jobs import (
     Wishes,
     dump,
     event,
+    is_ids,
     messages_of,
     prompts_of,
 )
@@ -144,7 +148,10 @@ def _read_completion(fields: Fields, headers: Mapping[str, str], now: Situation)
     if prompts is None:
         raise BadField("prompt", "list_type", "Input should be a valid list")
     ids = [tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return _job("completions", fields, headers, now, ids, budget, fields.integer("logprobs"))
+    given = fields.get("prompt")
+    is_batch = isinstance(given, list) and not is_ids(given)
+    job = _job("completions", fields, headers, now, ids, budget, fields.integer("logprobs"))
+    return attrs.evolve(job, is_batch=is_batch)
 
 
 def _read_generate(fields: Fields, headers: Mapping[str, str], now: Situation) -> Job:
@@ -183,22 +190,62 @@ def _job(
     budget: int | None,
     logprobs: int | None,
 ) -> Job:
-    rid = fields.text("rid") or now.new_id(32)
+    n = fields.integer("n") or 1
+    given = fields.texts("rid")
+    rid = given[0] if given else now.new_id(32)
     context = now.settings.context_length
     return Job(
         route,
         id=rid,
-        rid=rid,
+        # Each of several samples gets an id of its own, which nobody is told.
+        rid=rid if n == 1 else now.new_id(32),
         created=now.unix_time,
         # Any model name is served and repeated (0.5.23).
         model=fields.text("model") or now.settings.model,
         prompts=tuple(prompts),
         limits=tuple(_limits(fields, len(prompt), budget, context) for prompt in prompts),
-        n=fields.integer("n") or 1,
+        n=n,
         stream=fields.flag("stream"),
         wishes=_wishes(fields, headers, logprobs),
         greedy=fields.number("temperature") == 0,
+        meetings=_meetings(fields, len(prompts) * n, rid, now),
     )
+
+
+def _meetings(fields: Fields, count: int, rid: str, now: Situation) -> tuple[Meeting, ...]:
+    """Where each sequence meets its other half: a room for each, counted on from the only one."""
+    rooms = _one_or_list(fields, "bootstrap_room", int)
+    hosts = _one_or_list(fields, "bootstrap_host", str)
+    ports = _one_or_list(fields, "bootstrap_port", int)
+    if now.settings.role == "mixed":
+        return ()
+    if rooms is None:
+        raise refuse(
+            "Invalid request: Disaggregated request received without bootstrap room id."
+            f" req.rid='{rid}'"
+        )
+    return tuple(
+        Meeting(
+            hosts[place % len(hosts)] if isinstance(hosts, list) else hosts,
+            ports[place % len(ports)] if isinstance(ports, list) else ports,
+            rooms[place % len(rooms)] if isinstance(rooms, list) else rooms + place,
+            is_listed=isinstance(rooms, list),
+        )
+        for place in range(count)
+    )
+
+
+T = TypeVar("T", int, str)
+
+
+def _one_or_list(fields: Fields, name: str, kind: type[T]) -> T | list[T | None] | None:
+    """A field that may also be a list, one item a sequence."""
+    value = fields.get(name)
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, list) and all(each is None or isinstance(each, kind) for each in value):
+        return value
+    raise BadField(name, "list_type", "Input should be a valid list")
 
 
 def _limits(fields: Fields, prompt_tokens: int, budget: int | None, context: int) -> Limits:

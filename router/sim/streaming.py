@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import trio
 from attrs import define, field
 
-from router.sim import deaths
+from router.sim import deaths, pairs
+from router.sim.dialect import Trouble
 from router.sim.faults import Fault, Script
 from router.sim.jobs import DONE
 from router.sim.running import Fate, Running
@@ -49,8 +50,10 @@ class StreamAnswer:
 
     async def give(self) -> bool:
         """Send it; whether the connection can serve another request."""
-        if not self.engine.dialect.head_waits_for_first_event:
+        waits = self.engine.dialect.head_waits_for_first_event
+        if not waits or self.script.find("early_head") is not None:
             await self._open()
+        await self._meet_other_half()
         await self._generate()
         await self._close()
         return self._keeps
@@ -65,12 +68,28 @@ class StreamAnswer:
         await self.wire.send_head(self.make_head(200, _CONTENT_TYPE, framing), framing)
         await self._reach("head")
 
+    async def _meet_other_half(self) -> None:
+        """A pair's half has to wait; meanwhile there may be comments."""
+        if self._is_over:
+            return
+        early = self.script.find("early_head")
+        async with trio.open_nursery() as nursery:
+            if early is not None and early.seconds("comments_every"):
+                nursery.start_soon(self._comment_every, early.seconds("comments_every"))
+            await pairs.meet(self.engine, self.running, self.script)
+            nursery.cancel_scope.cancel("met")
+
+    async def _comment_every(self, seconds: float) -> None:
+        while True:
+            await trio.sleep(seconds)
+            await self.wire.send_body(_COMMENT)
+
     async def _generate(self) -> None:
         settings, dialect, job = self.engine.settings, self.engine.dialect, self.running.job
         late = self.script.find("delay")
-        first = late.seconds("first_token") if late is not None else 0.0
+        first = pairs.first_token_seconds(self.engine, self.running, self.script)
         pace = settings.token_seconds + (late.seconds("token") if late is not None else 0.0)
-        await self._wait(settings.first_token_seconds + first)
+        await self._wait(first)
         if not self._head_is_sent and not self._is_over:
             await self._open()
         for event in dialect.opening(job):
@@ -114,8 +133,9 @@ class StreamAnswer:
             case Fate.ABORT:
                 await self._abort(done=True)
             case Fate.ERROR:
-                message = self.engine.mode.error or "EngineCore encountered an issue."
-                await self._fail(500, message, done=True)
+                default = self.engine.mode.error or "EngineCore encountered an issue."
+                trouble = self.running.trouble or Trouble(default)
+                await self._fail(500, trouble.message, trouble.event_kind, done=True)
             case Fate.HANG:
                 await self._flush()
                 await trio.sleep_forever()
@@ -162,7 +182,7 @@ class StreamAnswer:
                 done = fault.flag("done")
                 await self._fail(fault.integer("code"), fault.word("message"), done=done)
             case "abort":
-                await self._abort(done=fault.flag("done"))
+                await self._abort(done=fault.flag("done"), reason=fault.word("reason"))
             case "end":
                 await self._end(done=fault.flag("done"))
             case "garbage":
@@ -196,19 +216,19 @@ class StreamAnswer:
         """How much of a framed event comes before its own bytes."""
         return self._framed(event).index(event)
 
-    async def _fail(self, code: int, message: str, *, done: bool) -> None:
+    async def _fail(self, code: int, message: str, kind: str = "", *, done: bool) -> None:
         if not self._head_is_sent:
             await self._open()
-        await self._put(self.engine.dialect.error_event(code, message))
+        await self._put(self.engine.dialect.error_event(code, message, kind))
         await self._end(done=done)
 
-    async def _abort(self, *, done: bool) -> None:
+    async def _abort(self, *, done: bool, reason: str = "abort") -> None:
         if not self._head_is_sent:
             await self._open()
         dialect, job = self.engine.dialect, self.running.job
         for choice in self.running.choices:
             if choice.finish is None:
-                last = choice.cut_short("abort", one_more=not self._holds_an_event)
+                last = choice.cut_short(reason, one_more=not self._holds_an_event)
                 for event in dialect.events(job, choice, last):
                     await self._put(event)
         await self._end(done=done)

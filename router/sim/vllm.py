@@ -179,8 +179,8 @@ class VllmDialect:
     def error(self, status: int, message: str, kind: str = "") -> Reply:
         return error_reply(status, message, kind or _KINDS.get(status, "InternalServerError"))
 
-    def error_event(self, status: int, message: str) -> bytes:
-        kind = _KINDS.get(status, "InternalServerError")
+    def error_event(self, status: int, message: str, kind: str = "") -> bytes:
+        kind = kind or _KINDS.get(status, "InternalServerError")
         error = {"message": message, "type": kind, "param": None, "code": status}
         # With spaces: this one is written by the standard library's encoder (0.32.0).
         return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"

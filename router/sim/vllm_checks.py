@@ -12,6 +12,7 @@ from router.sim.jobs import (
     BadField,
     Fields,
     Job,
+    Json,
     Message,
     Refused,
     Reply,
@@ -115,6 +116,7 @@ def _read_chat(fields: Fields, now: Situation) -> Job:
         wishes=_wishes(fields, _chat_logprobs(fields)),
         greedy=fields.number("temperature") == 0,
         role=role,
+        kv=_kv(fields),
         echo_text=last.content if echoes else "",
         fingerprint=fingerprint(now),
     )
@@ -206,8 +208,13 @@ def _read_completion(fields: Fields, now: Situation) -> Job:
         stream=fields.flag("stream"),
         wishes=wishes,
         greedy=fields.number("temperature") == 0,
+        kv=_kv(fields),
         fingerprint=fingerprint(now),
     )
+
+
+def _kv(fields: Fields) -> Json | None:
+    return dict(fields.fields("kv_transfer_params").values) or None
 
 
 def _read_prompts(fields: Fields) -> list[list[int]]:
