@@ -26,11 +26,12 @@ from router.serving import Serving
 from router.ticket import Ticket
 from router.websocket import WATCH_PATH
 from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
-from router.workerspec import WorkerSpec
+from router.workerspec import ROLES, WorkerSpec
 from statemachines.router import RouterState
 
 T = TypeVar("T", bound=msgspec.Struct)
 _JSON = b"application/json"
+_NO_WORKERS = Refusal("no_workers", "No worker is ready.")
 _ENCODE = msgspec.json.Encoder().encode
 
 Reply = tuple[int, bytes, bytes]  # status, content type, body
@@ -44,6 +45,7 @@ class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     role: str = "mixed"
     bootstrap_port: int | None = None
     group: str | None = None
+    dp_size: int = 1
 
 
 class _Drain(msgspec.Struct):
@@ -158,9 +160,9 @@ class Api:
     def _readyz(self, _call: Call, _found: Mapping[str, str]) -> Reply:
         if self._house.state is not RouterState.SERVING:
             raise _Refused(Refusal("shutting_down", "The router is shutting down."))
-        ready = self._fleet.ready("mixed")
-        if not ready:
-            raise _Refused(Refusal("no_workers", "No worker is ready."))
+        ready, pairing = self._fleet.ready("mixed"), self._serving.pairs.pairing
+        if not ready and not pairing.is_complete():
+            raise _Refused(pairing.missing() if self._fleet.has_halves else _NO_WORKERS)
         return 200, _JSON, _ENCODE({"status": "ready", "workers": len(ready)})
 
     def _show_metrics(self, _call: Call, _found: Mapping[str, str]) -> Reply:
@@ -179,7 +181,8 @@ class Api:
 
     def _model_list(self) -> list[dict[str, object]]:
         lengths: dict[str, int | None] = {}
-        for worker in self._fleet.ready("mixed"):
+        ready = (worker for role in ROLES for worker in self._fleet.ready(role))
+        for worker in ready:
             for model in worker.models:
                 known, length = lengths.get(model), worker.context_length
                 shortest = [each for each in (known, length) if each is not None]
@@ -206,9 +209,6 @@ class Api:
 
     def _add_worker(self, call: Call, _found: Mapping[str, str]) -> Reply:
         asked = _decode(call.body, _NewWorker)
-        if asked.role != "mixed":
-            message = "Prefill and decode workers are not available yet in this version."
-            raise _Refused(Refusal("bad_request", message, param="role"))
         try:
             spec = WorkerSpec.of(
                 asked.url,
@@ -217,6 +217,7 @@ class Api:
                 role=asked.role,
                 group=asked.group,
                 bootstrap_port=asked.bootstrap_port,
+                dp_size=asked.dp_size,
             )
             worker = self._fleet.add(spec)
         except SettingsError as error:
@@ -300,6 +301,7 @@ def _show_worker(worker: Worker) -> dict[str, object]:
         "role": worker.role,
         "group": worker.group,
         "bootstrap_port": worker.bootstrap_port,
+        "dp_size": worker.dp_size,
         "state": worker.state.value,
         "breaker": worker.breaker.state.value,
         "inflight": worker.inflight,
@@ -317,5 +319,6 @@ def _show_ticket(ticket: Ticket, now: float) -> dict[str, object]:
         "seconds_in_state": round(now - ticket.since, 6),
         "seconds": round(now - ticket.started_at, 6),
         "worker": None if ticket.worker is None else ticket.worker.id,
+        "prefill_worker": None if ticket.prefill_worker is None else ticket.prefill_worker.id,
         "attempts": ticket.attempts,
     }

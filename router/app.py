@@ -31,8 +31,9 @@ from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
 from router.mover import Mover
+from router.pd.aborts import Aborts
 from router.probing import probe_forever
-from router.reactor import Listener, Reactor
+from router.reactor import Listener, Rank, Reactor
 from router.serving import Serving
 from router.sockets import Network, Socket, TcpNetwork, TlsTarget
 from router.ticket import Ticket
@@ -72,6 +73,7 @@ class App:
     _api: Api = field(init=False)
     _pools: dict[Worker, Pool] = field(init=False, factory=dict)
     _client: httpx.AsyncClient = field(init=False)
+    _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
     _limits: Limits = field(init=False)
     _front: trio.Nursery | None = field(init=False, default=None)
@@ -99,6 +101,7 @@ class App:
         self._client = httpx.AsyncClient(
             transport=PoolTransport(self._pool_of_url), timeout=None, trust_env=False
         )
+        self._aborts = Aborts(self._client, self.metrics, self.spawn)
         self.serving = Serving(
             settings=settings,
             reactor=self.reactor,
@@ -110,6 +113,7 @@ class App:
             feed=self.feed,
             booking=booking,
             mover=Mover(self.fleet, chooser, self._client),
+            aborts=self._aborts,
         )
         self._api = Api(
             house=self,
@@ -148,10 +152,12 @@ class App:
     def drain_worker(self, worker: Worker, timeout_secs: float) -> None:
         """Send it nothing new; after the window the streams that can move are moved."""
         self.fleet.drain(worker.id)
+        self.spawn(self._hand_back_after, worker, timeout_secs)
+
+    def spawn(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Start a task that ends with the router; a bug in it is logged and counted."""
         assert self._background_nursery is not None
-        self._background_nursery.start_soon(
-            self._in_background, self._hand_back_after, worker, timeout_secs
-        )
+        self._background_nursery.start_soon(self._in_background, task, *args)
 
     async def _hand_back_after(self, worker: Worker, seconds: float) -> None:
         await trio.sleep(seconds)
@@ -198,6 +204,8 @@ class App:
                     # What is left ends by itself once its client has taken its last bytes.
                     patience = FLUSH_SECONDS if self.serving.has_open_channels() else 0.0
                     front.cancel_scope.deadline = trio.current_time() + patience
+                with trio.move_on_after(FLUSH_SECONDS):
+                    await self._aborts.wait_done()
                 root.cancel_scope.cancel(reason="the router has stopped")
         finally:
             self._listener.close()
@@ -235,10 +243,7 @@ class App:
 
     def _on_joined(self, worker: Worker) -> None:
         self.metrics.worker_joined(worker.id, worker.role)
-        assert self._background_nursery is not None
-        self._background_nursery.start_soon(
-            self._in_background, probe_forever, worker, self._client, self.settings
-        )
+        self.spawn(probe_forever, worker, self._client, self.settings)
 
     def _on_left(self, worker: Worker) -> None:
         self.metrics.worker_left(worker.id)
@@ -256,6 +261,7 @@ class App:
             tls=self._tls_for(worker),
             connect_timeout_seconds=self.settings.connect_timeout_secs,
             keep_alive_seconds=self.settings.worker_keep_alive_secs,
+            rank=Rank.PREFILL if worker.role == "prefill" else Rank.WORKER,
         )
 
     def _pool_of_url(self, url: httpx.URL) -> Pool | None:

@@ -27,6 +27,10 @@ class Choice(NamedTuple):
     permit: Permit
     forced: bool = False  # every breaker was shut, this one included
 
+    def give_back(self, now: float) -> None:
+        """Nothing is sent after all."""
+        self.permit.close("neutral", now)
+
 
 class Policy(Protocol):
     """Orders candidates; stateful, and asked again with more excluded when a breaker refuses."""
@@ -63,6 +67,22 @@ class Chooser:
             return Choice(worker, permit)
         return self._choose_around(worker, candidates, now, tried, model)
 
+    def choose_open(
+        self,
+        candidates: Sequence[Worker],
+        now: float,
+        tried: Collection[Worker] = (),
+        model: str | None = None,
+    ) -> Choice | None:
+        """The same, but None as well when every breaker is shut."""
+        excluded = tried
+        while (worker := self.policy.pick(candidates, excluded, model)) is not None:
+            permit = worker.breaker.try_acquire(now)
+            if permit is not None:
+                return Choice(worker, permit)
+            excluded = {*excluded, worker}
+        return None
+
     def _choose_around(
         self,
         refused: Worker,
@@ -71,12 +91,9 @@ class Chooser:
         tried: Collection[Worker],
         model: str | None,
     ) -> Choice | None:
-        excluded = {*tried, refused}
-        while (worker := self.policy.pick(candidates, excluded, model)) is not None:
-            permit = worker.breaker.try_acquire(now)
-            if permit is not None:
-                return Choice(worker, permit)
-            excluded.add(worker)
+        choice = self.choose_open(candidates, now, {*tried, refused}, model)
+        if choice is not None:
+            return choice
         forced = self.policy.pick(candidates, tried, model)
         if forced is None:
             return None

@@ -49,6 +49,8 @@ POLICIES = (
     "prefix_affinity",
     "session_affinity",
 )
+SAME = "same"
+"""A role's policy that is no other than `--policy`."""
 PD_PROTOCOLS = ("auto", "sglang-bootstrap", "vllm-nixl")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -67,7 +69,7 @@ class Workers(Kind[tuple[WorkerSpec, ...]]):
 
     def _join_ports(self, words: Sequence[str]) -> Iterator[str]:
         for position, word in enumerate(words):
-            if word.isdigit():
+            if word.isdigit() or word == "none":
                 if self.role != "prefill" or position == 0 or words[position - 1].isdigit():
                     raise SettingsError(f"{word!r} is not a URL")
                 continue
@@ -134,7 +136,20 @@ class Settings:
         Word(PD_PROTOCOLS),
         "auto",
         "how a prefill and a decode worker are joined: sglang-bootstrap sends both legs at once, "
-        "vllm-nixl prefill first",
+        "vllm-nixl prefill first; auto goes by the engine",
+    )
+    pd_recompute: bool = option(
+        Switch(),
+        False,
+        "vllm-nixl: where a prefill hands nothing over, let decode compute the prompt itself",
+        addition=True,
+    )
+    pd_cancel_unmatched_prefill: bool = option(
+        Switch(),
+        False,
+        "sglang-bootstrap: close a prefill whose decode certainly received nothing; by default no "
+        "prefill is ever closed",
+        addition=True,
     )
     engine: str = option(
         Word(ENGINES),
@@ -161,6 +176,12 @@ class Settings:
 
     policy: str = option(
         Word(POLICIES), "round_robin", "how a worker is chosen", section="Choosing and retrying"
+    )
+    prefill_policy: str = option(
+        Word((SAME, *POLICIES)), SAME, "--policy of prefill workers", addition=True
+    )
+    decode_policy: str = option(
+        Word((SAME, *POLICIES)), SAME, "--policy of the decode workers of a group", addition=True
     )
     request_max_retries: int = option(
         Whole(0, 100),
@@ -361,13 +382,12 @@ class NotYet:
         return value in self.values if self.values else value != default
 
 
+AFFINITIES = ("prefix_affinity", "session_affinity")
 NOT_YET = (
     NotYet("processes", "sharing the port between processes"),
-    NotYet("prefill", "prefill/decode disaggregation"),
-    NotYet("decode", "prefill/decode disaggregation"),
-    NotYet("pd_protocol", "prefill/decode disaggregation"),
-    NotYet("pd_max_retries", "prefill/decode disaggregation"),
-    NotYet("policy", "this policy", ("prefix_affinity", "session_affinity")),
+    NotYet("policy", "this policy", AFFINITIES),
+    NotYet("prefill_policy", "this policy", AFFINITIES),
+    NotYet("decode_policy", "this policy", AFFINITIES),
     NotYet("nats", "NATS"),
     NotYet("nats_prefix", "NATS"),
     NotYet("nats_req_idle_timeout", "NATS"),

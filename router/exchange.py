@@ -9,8 +9,6 @@ the client. It never decides what follows from a fact: the chart does, and the t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import trio
 from attrs import define, field
 
@@ -29,6 +27,7 @@ from router.headers import Headers, find, to_client
 from router.legs import Leg
 from router.moving import Moving
 from router.openai import Judge, choices_asked
+from router.partners import Observer, Pair
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
@@ -43,6 +42,7 @@ _LET_GO = {
     "client_gone": "client_disconnect",
     "deadline_passed": "expired",
     "prefill_failed": "aborted",
+    "rejected": "aborted",  # by its prefill: a leg that was rejected itself is over already
     "shut_down": "aborted",
 }
 #: How often a silent stream's worker is looked at again.
@@ -51,22 +51,6 @@ _SUSPECT_AGAIN_SECONDS = 1.0
 _MOVABLE = frozenset({S.COMMITTED, S.STREAMING, S.POISONED, S.RESUMING})
 #: A leg in these states may be given back by its worker.
 _GIVEN_BACK_FROM = frozenset({LegState.WAITING, LegState.ANSWERING, LegState.STREAMING})
-
-
-class Observer(Protocol):
-    """Who is told how a request goes, and books it."""
-
-    def conclude(self, exchange: Exchange) -> None:
-        """The request's machine has come to its end; called once."""
-
-    def arrived(self, exchange: Exchange) -> None:
-        """A move has produced content."""
-
-    def poisoned(self, exchange: Exchange) -> None:
-        """The stream can no longer be continued elsewhere; called once."""
-
-    def completed_locally(self, reason: str) -> None:
-        """The end of a stream was written here."""
 
 
 @define(eq=False)
@@ -81,6 +65,8 @@ class Exchange:
     whole_bytes_max: int
     observer: Observer
     leg: Leg | None = None
+    #: The pair of the attempt, where it takes two workers; `leg` is decode's then.
+    pair: Pair | None = None
     #: The end of the wait under the admission cap, or None.
     queue_until: float | None = None
     #: Status and headers of the answer, once they are there.
@@ -117,6 +103,9 @@ class Exchange:
             self._answering = None
             if leg is not None:
                 leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
+            if self.pair is not None:
+                pair, self.pair = self.pair, None
+                pair.leave(edge.fact)
         if "request" in leaves:
             if self.asking is not None:
                 self.asking.cancel(reason="the request is over")
@@ -138,6 +127,8 @@ class Exchange:
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
+        if self.pair is not None:
+            self.pair.on_decode_head(status)
         self._answering = answering = self._choose_answering(leg)
         # From here on the wire feeds the answer directly: nothing lies between on every event.
         leg.on_body = answering.feed
@@ -163,13 +154,23 @@ class Exchange:
         if not 200 <= self.status < 300 or not kind.startswith(b"text/event-stream"):
             return WholeAnswering(self, leg)
         leg.is_stream = True
-        streaming = StreamAnswering(self, leg, self._make_relay())
+        relay = self._make_relay()
+        streaming = StreamAnswering(self, leg, relay)
         encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
+        if encoding != b"identity":
+            # We asked for none: streams are never compressed, and their events must be read.
+            self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
+        if self.pair is not None and self.ticket.state is S.DISPATCHING:
+            self._forward_head(relay)
         if encoding == b"identity":
             return streaming
-        # We asked for none: streams are never compressed, and their events must be read.
-        self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
         return PackedAnswering(self, leg, streaming, encoding)
+
+    def _forward_head(self, relay: StreamRelay) -> None:
+        """Decode has answered: its client need not wait for the first token to know."""
+        relay.released = True
+        self.fire("answered")
+        self.write(b"")
 
     def _make_relay(self) -> StreamRelay:
         moving = self.ticket.moving
@@ -186,12 +187,17 @@ class Exchange:
             ticket.tried.add(leg.worker)
             if moving is not None:
                 self._note_break(leg, moving, leg_fact)
-        elif moving is not None and ticket.state is S.RESUMING:
+        leg.fire(leg_fact)
+        self.give_up(fact, failure)
+
+    def give_up(self, fact: str, failure: Failure) -> None:
+        """The attempt failed, by this fact of the request."""
+        ticket, moving = self.ticket, self.ticket.moving
+        if fact == "rejected" and moving is not None and ticket.state is S.RESUMING:
             # It answers a continuation that the client never wrote, so it is not for the client.
             failure = Failure(broken())
             if not moving.can_rephrase:
                 moving.stuck = "rejected"
-        leg.fire(leg_fact)
         self.fire(fact, failure)
         if fact == "rejected" and moving is not None and ticket.state is S.MIGRATING:
             moving.refuse_form()
@@ -336,10 +342,17 @@ class Exchange:
         """The nearest of this request's clocks (Trio's clock, seconds)."""
         if self.ticket.is_over:
             return None  # its task has yet to run; a due moment that stays would never let it
-        return self.clocks.nearest(self.leg, self.queue_until)
+        return self.clocks.nearest(self._timed, self.queue_until)
+
+    @property
+    def _timed(self) -> Leg | None:
+        """The leg whose silence is judged."""
+        if self.leg is None and self.pair is not None:
+            return self.pair.awaited
+        return self.leg
 
     def on_deadline(self, now: float) -> None:
-        clocks, leg = self.clocks, self.leg
+        clocks, leg = self.clocks, self._timed
         if self.ticket.is_over:
             return
         if is_due(clocks.request_due(), now):
@@ -362,8 +375,10 @@ class Exchange:
         A real vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is
         already closed.
         """
-        stall = self.clocks.stall_due(leg)
-        if stall is not None and stall <= now:
+        is_stalled = is_due(self.clocks.stall_due(leg), now)
+        if self.pair is not None and self.pair.meets_silence(leg, is_stalled=is_stalled):
+            return
+        if is_stalled:
             self._meet_stall(leg)
         elif leg.worker.is_silent:
             if not self._survives(leg, "stalled"):

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from router.migration.poison import Poison
 from router.series import (
+    ABORTS,
     CARRIED_BOUNDS,
     COMPLETIONS,
     DURATION_BOUNDS,
@@ -35,6 +36,7 @@ from router.series import (
     MIGRATION_MODES,
     MIGRATION_REASONS,
     POISONS,
+    PREFILL_FAILURES,
     RETRIES,
     ROUTES,
     STREAM_OUTCOMES,
@@ -123,6 +125,8 @@ class Metrics(Collector):
         self._gaps = Histogram(GAP_BOUNDS)
         self._carried = Histogram(CARRIED_BOUNDS)
         self._poisoned: Counts = {(reason,): 0 for reason in POISONS}
+        self._aborts: Counts = {(outcome,): 0 for outcome in ABORTS}
+        self._prefill_failures: Counts = {(reason,): 0 for reason in PREFILL_FAILURES}
         self._internal_errors: Counts = {(place,): 0 for place in ERROR_PLACES}
         self._worker_requests: Counts = {}
         self._streams: Counts = {}
@@ -172,6 +176,14 @@ class Metrics(Collector):
     def poisoned(self, reason: Poison) -> None:
         """A stream can no longer be continued elsewhere."""
         self._poisoned[str(reason.value),] += 1
+
+    def engine_abort(self, outcome: str) -> None:
+        """An engine was told to abort a generation, with one of ABORTS."""
+        self._aborts[outcome,] += 1
+
+    def prefill_failed(self, reason: str) -> None:
+        """A prefill leg failed, for one of PREFILL_FAILURES."""
+        self._prefill_failures[reason,] += 1
 
     def internal_error(self, place: str) -> None:
         """A bug of ours was caught in `place`, one of ERROR_PLACES."""
@@ -244,6 +256,8 @@ class Metrics(Collector):
             "baton_migration_gap_seconds": {(): self._gaps},
             "baton_migration_carried_tokens": {(): self._carried},
             "baton_poisoned_total": self._poisoned,
+            "baton_engine_aborts_total": self._aborts,
+            "baton_pd_prefill_failures_total": self._prefill_failures,
             "baton_breaker_overridden_total": self._overridden,
             "baton_internal_errors_total": self._internal_errors,
         }

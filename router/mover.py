@@ -29,7 +29,10 @@ from router.migration.agreement import (
 from router.migration.continuation import CannotContinue, CompletedLocally, Continuation
 from router.migration.settling import Counting, Unsettled, settle
 from router.moving import Moving
+from router.pd.pairing import PairChoice
+from router.pd.pairs import Pairs
 from router.worker import Fleet, Worker
+from router.workerspec import ROLES
 from statemachines.request import RequestState
 
 #: For all questions of one break together; after that the place is not known.
@@ -51,11 +54,15 @@ class Mover:
     fleet: Fleet
     chooser: Chooser
     client: httpx.AsyncClient
+    #: Where streams of pairs go on.
+    pairs: Pairs = field(init=False)
     rng: random.Random = field(factory=random.Random)
     #: When the last moves began (Trio's clock, seconds).
     _begun: deque[float] = field(factory=deque)
 
-    async def find(self, exchange: Exchange, now: float) -> tuple[Choice, Continuation] | None:
+    async def find(
+        self, exchange: Exchange, now: float
+    ) -> tuple[Choice | PairChoice, Continuation] | None:
         """The next worker and what it is sent; None where the request has come to its end.
 
         Leaves the request in `migrating` only together with an answer. The permit is the caller's.
@@ -132,11 +139,11 @@ class Mover:
         return None
 
     def _kin(self, exchange: Exchange, moving: Moving) -> list[Worker]:
-        ready = self.fleet.ready("mixed", exchange.ticket.model)
-        tried = exchange.ticket.tried
+        model, tried = exchange.ticket.model, exchange.ticket.tried
         return [
             worker
-            for worker in ready
+            for role in ROLES
+            for worker in self.fleet.ready(role, model)
             if worker not in tried and worker.fingerprint == moving.fingerprint is not None
         ]
 
@@ -144,18 +151,16 @@ class Mover:
 
     def _choose(
         self, exchange: Exchange, moving: Moving, now: float
-    ) -> tuple[Choice, Continuation] | None:
-        ticket = exchange.ticket
-        ready = self.fleet.ready("mixed", ticket.model)
-        excluded = set(ticket.tried)
+    ) -> tuple[Choice | PairChoice, Continuation] | None:
+        excluded = set(exchange.ticket.tried)
         while True:
-            choice = self.chooser.choose(ready, now, excluded, ticket.model)
+            choice = self._candidate(exchange, now, excluded)
             worker = None if choice is None else choice.worker
             outcome = None if worker is None else moving.plan(worker)
             if isinstance(outcome, Continuation) and choice is not None and moving.moves_left > 0:
                 return choice, outcome
             if choice is not None:
-                choice.permit.close("neutral", now)
+                choice.give_back(now)
             if isinstance(outcome, CompletedLocally):
                 exchange.complete_without_leg(outcome.reason, outcome.tail)
                 return None
@@ -171,6 +176,16 @@ class Mover:
                 return None
             exchange.fire("refused")
             return None
+
+    def _candidate(
+        self, exchange: Exchange, now: float, excluded: set[Worker]
+    ) -> Choice | PairChoice | None:
+        ticket = exchange.ticket
+        if ticket.is_paired:
+            pair = self.pairs.choose(exchange, excluded)
+            return pair if isinstance(pair, PairChoice) else None
+        ready = self.fleet.ready("mixed", ticket.model)
+        return self.chooser.choose(ready, now, excluded, ticket.model)
 
 
 def log_move(exchange: Exchange, moving: Moving, gap_seconds: float) -> None:

@@ -347,3 +347,32 @@ def judge_answer(body: bytes) -> UnaryVerdict:
     usage = answer.usage or _Usage()
     lies = any(choice.finish_reason in LYING_FINISHES for choice in answer.choices or ())
     return UnaryVerdict(lies, usage.prompt_tokens, usage.completion_tokens)
+
+
+class WholeVerdict(msgspec.Struct):
+    """What a whole answer says that nobody is going to read."""
+
+    lies: bool = False
+    #: Of an error inside a 2xx; 0 where there is none.
+    error_status: int = 0
+    error_body: bytes = b""
+
+
+def judge_whole(family: str, body: bytes) -> WholeVerdict:
+    """Whether an engine gave up, or reports an error, inside a whole 2xx answer.
+
+    SGLang's `/generate` answers a batch with a list.
+    """
+    try:
+        compact = msgspec.json.format(body, indent=-1)
+        items = _LIST.decode(compact) if compact.startswith(b"[") else [msgspec.Raw(compact)]
+    except (msgspec.DecodeError, RecursionError):
+        return WholeVerdict()
+    for item in items:
+        judge = Judge(family)
+        sign = judge.read(b"data: %b\n\n" % bytes(item))
+        if sign is Sign.ERROR:
+            return WholeVerdict(error_status=judge.error_status, error_body=judge.error_body)
+        if sign is Sign.LIE:
+            return WholeVerdict(lies=True)
+    return WholeVerdict()

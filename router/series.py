@@ -43,6 +43,19 @@ MIGRATION_FAILURES = (
     "deadline",
 )
 POISONS = tuple(str(reason.value) for reason in Poison)
+ABORTS = ("ok", "error", "timeout")
+PREFILL_FAILURES = (
+    "rejected",
+    "backpressure",
+    "status",
+    "error_event",
+    "gave_up",
+    "unreachable",
+    "broken",
+    "stalled",
+    "no_handoff",
+    "bug",
+)
 COMPLETIONS = ("finish_seen", "budget_spent")
 ERROR_PLACES = ("request", "background", "reactor")
 
@@ -207,6 +220,18 @@ TABLE = (
         "counter",
         (Label("reason", POISONS),),
         "Streams that can no longer be continued elsewhere, when it happens.",
+    ),
+    Metric(
+        "baton_engine_aborts_total",
+        "counter",
+        (Label("outcome", ABORTS),),
+        "Engines told that nobody waits for a generation any more, by how that went.",
+    ),
+    Metric(
+        "baton_pd_prefill_failures_total",
+        "counter",
+        (Label("reason", PREFILL_FAILURES),),
+        "Prefill legs that failed, whether or not their request was still there.",
     ),
     Metric(
         "baton_breaker_overridden_total",

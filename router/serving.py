@@ -10,7 +10,7 @@ one place, however it ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -33,6 +33,9 @@ from router.migration.shape import examine
 from router.mover import Mover, log_move
 from router.moving import Moving
 from router.openai import Asked
+from router.pd.aborts import Aborts
+from router.pd.pairing import PairChoice
+from router.pd.pairs import Pairs, unknown_model
 from router.reactor import Reactor
 from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call, route_of
 from router.ticket import Failure, Listener, Ticket
@@ -57,6 +60,9 @@ class House(Protocol):
     def pool(self, worker: Worker) -> Pool:
         """The connections to a worker."""
 
+    def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
+        """Start a task in the router's nursery."""
+
 
 @define(eq=False)
 class Serving:
@@ -72,6 +78,8 @@ class Serving:
     feed: Feed
     booking: Booking
     mover: Mover
+    aborts: Aborts
+    pairs: Pairs = field(init=False)
     deadlines: Deadlines = field(init=False)
     admission: Admission = field(init=False)
     #: Every open request by its exchange's identity; nothing else counts them.
@@ -96,6 +104,15 @@ class Serving:
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self._book_request = self.booking.listener("request")
         self._leg_listeners = (self.booking.listener("leg"),)
+        self.pairs = self.mover.pairs = Pairs(
+            settings=settings,
+            fleet=self.fleet,
+            house=self.house,
+            aborts=self.aborts,
+            counter=self.metrics,
+            leg_observer=self,
+            leg_listeners=self._leg_listeners,
+        )
 
     # One connection
 
@@ -188,6 +205,8 @@ class Serving:
 
     def _has_other(self, ticket: Ticket) -> bool:
         """Some worker could take this request over; else it is best left where it is."""
+        if ticket.is_paired:
+            return self.pairs.has_other(ticket)
         ready = self.fleet.ready("mixed", ticket.model)
         return any(worker not in ticket.tried for worker in ready)
 
@@ -300,9 +319,12 @@ class Serving:
 
     def _dispatch(self, exchange: Exchange) -> None:
         """Choose, take the permit and send, without an await in between (dynamo#13088)."""
+        if self.fleet.has_halves and self.pairs.takes(exchange):
+            self.pairs.dispatch(exchange)
+            return
         ticket, model = exchange.ticket, exchange.ticket.model
         now = self.reactor.now
-        candidates = self.fleet.ready("mixed", model)
+        candidates = self.fleet.ready("mixed", model) or self._ready_halves(exchange)
         choice = self.chooser.choose(candidates, now, ticket.tried, model)
         if choice is None:
             exchange.fire("refused", ticket.failure or Failure(self._nobody(model)))
@@ -319,6 +341,9 @@ class Serving:
         if found is None:
             return
         choice, continuation = found
+        if isinstance(choice, PairChoice):
+            self.pairs.go_on(exchange, choice, continuation)
+            return
         moving = exchange.ticket.moving
         assert moving is not None
         leg = self._begin_leg(exchange, choice)
@@ -339,7 +364,7 @@ class Serving:
         leg = Leg(
             id=f"{ticket.id}.{ticket.attempts}",
             worker=worker,
-            role="mixed",
+            role=worker.role,
             permit=choice.permit,
             owner=exchange,
             observer=self,
@@ -350,9 +375,16 @@ class Serving:
         exchange.fire("admitted")
         return leg
 
+    def _ready_halves(self, exchange: Exchange) -> Sequence[Worker]:
+        """Whoever answers what needs no pair: text into tokens and back, say."""
+        if not self.fleet.has_halves or exchange.route is not OTHER:
+            return ()
+        model = exchange.ticket.model
+        return self.fleet.ready("prefill", model) or self.fleet.ready("decode", model)
+
     def _nobody(self, model: str | None) -> Refusal:
-        if model is not None and self.fleet.all() and not self.fleet.knows(model):
-            return Refusal("model_not_found", "No worker serves this model.", param="model")
+        if (unknown := unknown_model(self.fleet, model)) is not None:
+            return unknown
         return Refusal("no_workers", "No worker is ready.", retry_after=1)
 
     # What exchanges and legs report

@@ -55,8 +55,11 @@ class Ticket:
     attempts: int = 0
     #: Workers that failed this request; none of them gets it again.
     tried: set[Worker] = field(factory=set)
-    #: The worker of the last dispatch.
+    #: The worker of the last dispatch, and its prefill worker where it went to a pair.
     worker: Worker | None = None
+    prefill_worker: Worker | None = None
+    #: It goes to pairs; decided when it is dispatched for the first time.
+    is_paired: bool = False
     failure: Failure | None = None
     #: How it may move; None where it never does.
     moving: Moving | None = None

@@ -77,6 +77,7 @@ class Worker:
     group: str | None
     bootstrap_port: int | None
     breaker: Breaker
+    dp_size: int = 1
     failure_threshold: int = 3
     success_threshold: int = 2
     listeners: list[Callable[[Worker, Edge], None]] = field(factory=list)
@@ -193,6 +194,8 @@ class Fleet:
     breaker_listeners: tuple[Callable[[Breaker, Edge], None], ...] = ()
     on_joined: list[Callable[[Worker], None]] = field(factory=list)
     on_left: list[Callable[[Worker], None]] = field(factory=list)
+    #: There are prefill or decode workers, in whatever state.
+    has_halves: bool = field(init=False, default=False)
     _workers: dict[str, Worker] = field(init=False, factory=dict)
     # Answers of `ready`, thrown away whole when a worker moves, learns, joins or leaves. Only
     # models that some worker has named get a place, so clients cannot make it grow.
@@ -206,7 +209,7 @@ class Fleet:
         if spec.id in self._workers:
             raise DuplicateWorker(f"worker {spec.id}: already in the fleet")
         worker = self._workers[spec.id] = self._make(spec)
-        self._forget()
+        self._count()
         _tell(self.on_joined, worker)
         return worker
 
@@ -215,7 +218,7 @@ class Fleet:
         worker = self.get(worker_id)
         del self._workers[worker_id]
         WORKER.fire(worker, "removed")
-        self._forget()
+        self._count()
         _tell(self.on_left, worker)
         return worker
 
@@ -286,6 +289,7 @@ class Fleet:
             group=spec.group,
             bootstrap_port=spec.bootstrap_port,
             breaker=breaker,
+            dp_size=spec.dp_size,
             failure_threshold=self.settings.health_failure_threshold,
             success_threshold=self.settings.health_success_threshold,
             listeners=[self._moved, *self.worker_listeners],
@@ -298,6 +302,10 @@ class Fleet:
 
     def _forget(self) -> None:
         self._ready.clear()
+
+    def _count(self) -> None:
+        self._forget()
+        self.has_halves = any(worker.role != "mixed" for worker in self._workers.values())
 
     def _find_ready(self, role: str, model: str | None) -> tuple[Worker, ...]:
         found = tuple(

@@ -17,6 +17,8 @@ from router.options import SettingsError
 
 ENGINES = ("auto", "vllm", "sglang", "openai")
 ROLES = ("mixed", "prefill", "decode")
+RANKS_MAX = 4096
+_OPTIONS = ("engine", "id", "group", "bootstrap_port", "dp_size")
 
 _ID = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:/\[\]-]{0,127}")
 """Worker ids and groups are metric labels, log fields and URL path segments."""
@@ -38,6 +40,8 @@ class WorkerSpec:
     role: str = "mixed"
     group: str | None = None
     bootstrap_port: int | None = None
+    dp_size: int = 1
+    """Data-parallel ranks behind the address, each of which can be asked for."""
 
     @classmethod
     def of(
@@ -49,6 +53,7 @@ class WorkerSpec:
         role: str = "mixed",
         group: str | None = None,
         bootstrap_port: int | None = None,
+        dp_size: int = 1,
     ) -> WorkerSpec:
         """A worker from its parts, as the worker API receives them; raises SettingsError."""
         scheme, host, port, base_path = _split_worker_url(url)
@@ -59,6 +64,8 @@ class WorkerSpec:
         _check_choice("role", role, ROLES)
         if bootstrap_port is not None and not 0 < bootstrap_port < 65536:
             raise SettingsError(f"bootstrap_port must be from 1 to 65535, not {bootstrap_port}")
+        if not 0 < dp_size <= RANKS_MAX:
+            raise SettingsError(f"dp_size must be from 1 to {RANKS_MAX}, not {dp_size}")
         return cls(
             url=f"{scheme}://{netloc}{base_path}",
             scheme=scheme,
@@ -70,20 +77,23 @@ class WorkerSpec:
             role=role,
             group=group,
             bootstrap_port=bootstrap_port,
+            dp_size=dp_size,
         )
 
     @classmethod
     def parse(cls, text: str, *, role: str = "mixed") -> WorkerSpec:
-        """A worker from `URL[,engine=…][,id=…][,group=…][,bootstrap_port=…]`."""
+        """A worker from `URL[,engine=…][,id=…][,group=…][,bootstrap_port=…][,dp_size=…]`."""
         url, *pairs = text.split(",")
         if url.startswith("nats:"):
             raise SettingsError(f"{url}: workers behind NATS are not available yet in this version")
         given = dict(_split_pair(url, pair) for pair in pairs)
         if len(given) < len(pairs):
             raise SettingsError(f"{url}: an option is given twice")
+        for key in ("bootstrap_port", "dp_size"):
+            word = given.get(key, "0")
+            if not (word.isascii() and word.isdigit()):
+                raise SettingsError(f"{url}: {key} must be a whole number, not {word!r}")
         port = given.get("bootstrap_port")
-        if port is not None and not (port.isascii() and port.isdigit()):
-            raise SettingsError(f"{url}: bootstrap_port must be a whole number, not {port!r}")
         try:
             return cls.of(
                 url,
@@ -92,6 +102,7 @@ class WorkerSpec:
                 role=role,
                 group=given.get("group"),
                 bootstrap_port=None if port is None else int(port),
+                dp_size=int(given.get("dp_size", "1")),
             )
         except SettingsError as problem:
             raise SettingsError(f"{url}: {problem}") from None
@@ -100,6 +111,7 @@ class WorkerSpec:
         """The text that `parse` reads back as this worker (its role is said by the flag)."""
         pairs = {"engine": self.engine, "id": self.id, "group": self.group}
         pairs["bootstrap_port"] = None if self.bootstrap_port is None else str(self.bootstrap_port)
+        pairs["dp_size"] = None if self.dp_size == 1 else str(self.dp_size)
         left_out = {"auto", None, self.url.partition("://")[2]}
         return ",".join(
             [self.url, *(f"{key}={value}" for key, value in pairs.items() if value not in left_out)]
@@ -132,10 +144,9 @@ def _split_worker_url(url: str) -> tuple[str, str, int, str]:
 
 def _split_pair(url: str, pair: str) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
-    if not equals or key not in ("engine", "id", "group", "bootstrap_port"):
-        raise SettingsError(
-            f"{url}: unknown option {pair!r}; known are engine=, id=, group=, bootstrap_port="
-        )
+    if not equals or key not in _OPTIONS:
+        known = ", ".join(f"{each}=" for each in _OPTIONS)
+        raise SettingsError(f"{url}: unknown option {pair!r}; known are {known}")
     return key, value
 
 

@@ -175,8 +175,7 @@ def told_by_decode(fact: str, *, answer_began: bool, end_was_seen: bool) -> str:
 def told_by_prefill(fact: str, *, answer_began: bool) -> str:
     """The request's word for the fact that ended the prefill leg of its current attempt badly.
 
-    A 4xx is a verdict on the request; once decode's answer has begun nobody can be given it.
+    A 4xx is a verdict on the request; once decode's answer has begun nobody can be given it. A bug
+    of ours in the reading of a prefill is a failed prefill: decode waits for it just the same.
     """
-    if fact == "bug":
-        return "crashed"
     return "rejected" if fact == "rejected" and not answer_began else "prefill_failed"

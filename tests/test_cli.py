@@ -94,7 +94,7 @@ def test_help_of_serve_names_every_flag_and_its_default(
         (["serve", "--port", "x"], "baton serve: --port: must be a whole number, not 'x'"),
         (["serve", "--config", "/nowhere"], "baton serve: --config /nowhere: No such file"),
         (["serve", "--processes", "2"], "baton serve: --processes 2: "),
-        (["serve", "--prefill", "http://h", "1"], "baton serve: --prefill http://h:80,"),
+        (["serve", "--prefill", "1"], "baton serve: --prefill: '1' is not a URL"),
         (["workers"], "baton workers: the following arguments are required: ACTION"),
     ],
 )

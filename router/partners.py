@@ -1,0 +1,43 @@
+"""Who an exchange deals with beside its client and its leg, as it sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from router.legs import Leg
+
+if TYPE_CHECKING:
+    from router.exchange import Exchange
+
+
+class Observer(Protocol):
+    """Who is told how a request goes, and books it."""
+
+    def conclude(self, exchange: Exchange) -> None:
+        """The request's machine has come to its end; called once."""
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A move has produced content."""
+
+    def poisoned(self, exchange: Exchange) -> None:
+        """The stream can no longer be continued elsewhere; called once."""
+
+    def completed_locally(self, reason: str) -> None:
+        """The end of a stream was written here."""
+
+
+class Pair(Protocol):
+    """The attempt on two workers that the leg is one half of."""
+
+    @property
+    def awaited(self) -> Leg | None:
+        """The leg that is waited for while decode is not sent."""
+
+    def on_decode_head(self, status: int) -> None:
+        """Decode has answered."""
+
+    def meets_silence(self, leg: Leg, *, is_stalled: bool) -> bool:
+        """A leg is silent; whether its partner explains it, and what follows is done."""
+
+    def leave(self, fact: str) -> None:
+        """The attempt is over, by this fact of the request."""

@@ -1,0 +1,291 @@
+"""One request on one pair: two legs, and the one thing that couples them.
+
+Both permits are taken before this begins. In the bootstrap topology both legs are sent at once and
+prefill is left to itself when the attempt ends; in the serial one decode is sent when prefill has
+handed over, and a prefill that nobody waits for is closed. That a failed prefill ends its decode
+is no code path here: the failure is a fact for the request, and a row that leaves the attempt
+closes what lives in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from attrs import define, field
+
+from router.breaker import Permit
+from router.choosing import Choice
+from router.exchange import Exchange
+from router.headers import Headers, to_worker
+from router.legs import Leg, LegListener, LegObserver
+from router.pd.aborts import Aborts, DecodeWatch
+from router.pd.pairing import PairChoice
+from router.pd.prefill import Counter, Prefill
+from router.pd.shaping import Reading, shape_decode
+from router.pd.verdict import Handoff, Verdict, failed
+from router.wires.http import Pool
+from router.worker import Worker
+from statemachines.leg import LegState, told_by_prefill
+from statemachines.request import RequestState
+
+_RANK_HEADER = b"x-data-parallel-rank"
+#: The client has been given something of this attempt.
+_BEGUN = frozenset({RequestState.COMMITTED, RequestState.STREAMING, RequestState.POISONED})
+_SUSPECT_AGAIN_SECONDS = 1.0
+
+
+class Surroundings(Protocol):
+    """What an attempt needs of the process it lives in."""
+
+    aborts: Aborts
+    counter: Counter
+    leg_observer: LegObserver
+    leg_listeners: tuple[LegListener, ...]
+    #: How long a prefill may take, from its own dispatch.
+    prefill_seconds: float
+    cancels_unmatched: bool
+    recomputes: bool
+
+    def pool(self, worker: Worker) -> Pool:
+        """The connections to a worker."""
+
+    def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
+        """Start a task in the router's nursery."""
+
+
+@define(eq=False)
+class Reservation:
+    """A permit and a place on a worker, for a leg that is not sent yet."""
+
+    choice: Choice
+    is_open: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        self.choice.worker.legs.add(self)
+
+    def redeem(self) -> Permit:
+        """The permit, for the leg that takes the place over."""
+        self.is_open = False
+        self.choice.worker.legs.discard(self)
+        return self.choice.permit
+
+    def release(self, now: float) -> None:
+        """Nothing was sent. Idempotent."""
+        if self.is_open:
+            self.redeem().close("neutral", now)
+
+
+@define(eq=False)
+class Orders:
+    """What the legs are sent."""
+
+    target: bytes
+    prefill_body: bytes | None
+    decode_body: bytes
+    #: Decode waits for the hand-off.
+    is_serial: bool
+    reading: Reading
+    #: The engine's name for the request, if the router minted it.
+    rid: str | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
+
+
+class RankedLeg(Leg):
+    """A leg of a pair, on a rank of its worker where one was chosen."""
+
+    __slots__ = ("rank",)
+    rank: int | None
+
+
+@define(eq=False)
+class PairAttempt:
+    """See the module."""
+
+    exchange: Exchange
+    choice: PairChoice
+    orders: Orders
+    around: Surroundings
+    reservation: Reservation = field(init=False)
+    watch: DecodeWatch = field(init=False)
+    prefill: Prefill | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self.reservation = Reservation(self.choice.decode)
+        authorization = next(
+            (v for k, v in self.exchange.call.headers if k == b"authorization"), None
+        )
+        self.watch = DecodeWatch(self.around.aborts, self.orders.rid, authorization)
+
+    def begin(self) -> None:
+        """Tell the request and send what can be sent."""
+        exchange, orders, ticket = self.exchange, self.orders, self.exchange.ticket
+        ticket.worker = self.choice.decode.worker
+        ticket.prefill_worker = self.choice.prefill.worker
+        ticket.attempts += 1
+        exchange.pair = self
+        exchange.queue_until = None
+        body, leg = orders.prefill_body, None
+        if body is not None:
+            leg = self._make_prefill()
+        else:
+            self.choice.prefill.give_back(exchange.now)
+        exchange.fire("admitted")
+        if leg is not None and body is not None:
+            self._send(leg, body, orders.prefill_rank)
+        if not orders.is_serial:
+            self._send_decode(orders.decode_body)
+        exchange.channel.rearm()
+
+    # What the exchange asks and tells
+
+    @property
+    def awaited(self) -> Leg | None:
+        """The leg that the request waits for before decode is sent."""
+        return None if self.prefill is None else self.prefill.leg
+
+    def leave(self, fact: str) -> None:
+        """The attempt is over, by this fact of the request; decode is closed already."""
+        ticket = self.exchange.ticket
+        if self.orders.reading.has_rid and not ticket.is_over:
+            # An engine refuses a name that it knows (sglang #19035), and this one is the client's.
+            ticket.tried |= {self.choice.prefill.worker, self.choice.decode.worker}
+        self.reservation.release(self.exchange.now)
+        if self.prefill is not None:
+            is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
+            self.prefill.leave(closes=self.orders.is_serial or is_unmatched)
+
+    def on_decode_head(self, status: int) -> None:
+        """Decode has answered. With an error it has the last word, whatever prefill says."""
+        self.watch.has_error = not 200 <= status < 300
+
+    def meets_silence(self, leg: Leg, *, is_stalled: bool) -> bool:
+        """The awaited leg, or decode, was silent; whether prefill explains it."""
+        prefill = self.prefill
+        if prefill is None or not prefill.leg.is_open or leg.state is LegState.STREAMING:
+            return False
+        if prefill.leg.worker.is_silent:
+            prefill.lose("stalled", "upstream_broken", "The prefill worker does not answer.")
+            return True
+        prefill.leg.worker.probe_soon()
+        if is_stalled:
+            self._meet_stall(prefill)
+        elif leg is prefill.leg:
+            leg.suspect_again_at = self.exchange.now + _SUSPECT_AGAIN_SECONDS
+        return is_stalled or leg is prefill.leg
+
+    def _meet_stall(self, prefill: Prefill) -> None:
+        """Nothing came in time, and decode may still be waiting for its prefill."""
+        seconds = self.exchange.clocks.deadlines.first_token
+        message = f"No first token within {seconds:g} s."
+        if self.orders.is_serial:
+            prefill.lose("stalled", "first_token_timeout", message)
+            return
+        # Decode is not to blame, and prefill's own time is not over: it books its end itself.
+        ticket = self.exchange.ticket
+        ticket.tried.add(self.choice.prefill.worker)
+        self.exchange.give_up("leg_stalled", failed("first_token_timeout", message))
+
+    # What prefill tells
+
+    def on_prefill(self, verdict: Verdict) -> None:
+        """The prefill has ended, or is known to have failed."""
+        if verdict.fact == "completed":
+            if self.orders.is_serial:
+                self._hand_over(verdict.handoff)
+        elif not self.watch.has_error:
+            self._fail(verdict)
+
+    def on_crash(self, error: Exception) -> None:
+        """A bug of ours in what the request made of a prefill's end."""
+        self.exchange.on_crash(error)
+
+    def _fail(self, verdict: Verdict) -> None:
+        ticket = self.exchange.ticket
+        assert verdict.failure is not None
+        word = told_by_prefill(verdict.fact, answer_began=ticket.state in _BEGUN)
+        if word != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
+            ticket.tried.add(self.choice.prefill.worker)
+        self.exchange.give_up(word, verdict.failure)
+
+    def _hand_over(self, handoff: bytes | None) -> None:
+        """The hand-off is used once: a second decode with it would read another's KV cache."""
+        body = self.orders.decode_body
+        self._send_decode(body if handoff is None else shape_decode(body, handoff))
+        self.exchange.channel.rearm()
+
+    # Sending
+
+    def _make_prefill(self) -> Leg:
+        around, exchange, orders = self.around, self.exchange, self.orders
+        self.prefill = prefill = Prefill(
+            waiting=self,
+            counter=around.counter,
+            reactor=exchange.channel.reactor,
+            family=exchange.route.family,
+            seconds=around.prefill_seconds,
+            handoff=self._handoff_wanted(),
+            drains=orders.reading.width > 1,
+        )
+        prefill.leg = leg = RankedLeg(
+            id=f"{exchange.ticket.id}.{exchange.ticket.attempts}.prefill",
+            worker=self.choice.prefill.worker,
+            role="prefill",
+            permit=self.choice.prefill.permit,
+            owner=prefill,
+            observer=around.leg_observer,
+            listeners=around.leg_listeners,
+            now=exchange.now,
+        )
+        leg.rank = orders.prefill_rank
+        around.spawn(prefill.live)
+        return leg
+
+    def _handoff_wanted(self) -> Handoff:
+        if not self.orders.is_serial:
+            return "none"
+        return "optional" if self.around.recomputes else "required"
+
+    def _send_decode(self, body: bytes) -> None:
+        if not self.reservation.is_open:
+            return  # prefill could not even be sent, and the attempt is over
+        exchange, around = self.exchange, self.around
+        leg = RankedLeg(
+            id=f"{exchange.ticket.id}.{exchange.ticket.attempts}",
+            worker=self.choice.decode.worker,
+            role="decode",
+            permit=self.reservation.redeem(),
+            owner=exchange,
+            observer=around.leg_observer,
+            listeners=(*around.leg_listeners, self.watch.on_edge),
+            now=exchange.now,
+        )
+        leg.rank = self.orders.decode_rank
+        exchange.start(leg)
+        self._send(leg, body, self.orders.decode_rank)
+
+    def _send(self, leg: Leg, body: bytes, rank: int | None) -> None:
+        pool, exchange = self.around.pool(leg.worker), self.exchange
+        headers: Headers = [each for each in exchange.call.headers if each[0] != _RANK_HEADER]
+        if rank is not None:
+            headers.append((_RANK_HEADER, b"%d" % rank))
+        lines = (
+            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+        )
+        head = lines % (
+            pool.base_path,
+            self.orders.target,
+            pool.authority,
+            to_worker(headers, identity=True),
+            self._engine_id().encode(),
+            len(body),
+        )
+        leg.attach(pool.send(head + body, leg))
+
+    def _engine_id(self) -> str:
+        """vLLM takes the header as its name; a lease keeps the last attempt's name alive."""
+        ticket = self.exchange.ticket
+        if self.orders.is_serial and ticket.attempts > 1:
+            return f"{ticket.id}-{ticket.attempts}"
+        return ticket.id

@@ -1,0 +1,173 @@
+"""A prefill leg: it lives in the router's nursery, because nobody else may end it.
+
+A bootstrap prefill is never aborted: its engine would be interrupted in the middle of handing its
+KV cache over. So it outlives the client, decode and every deadline but its own; its answer is read
+to the end and forgotten; it books its own outcome. What it was good for is told to its attempt, as
+long as there is one. A serial prefill has nothing to protect before its hand-off, so there the
+attempt closes it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import trio
+
+from router.headers import Headers
+from router.legs import Leg
+from router.pd.verdict import Handoff, Reading, Verdict, failed, prefill_failed, reading_of
+from router.reactor import Reactor
+from router.waking import Waker
+
+
+class Waiting(Protocol):
+    """The attempt that a prefill belongs to."""
+
+    def on_prefill(self, verdict: Verdict) -> None:
+        """The prefill has ended, or is known to have failed; called once."""
+
+    def on_crash(self, error: Exception) -> None:
+        """`on_prefill` raised: a bug of ours."""
+
+
+class Counter(Protocol):
+    """Who counts failures."""
+
+    def prefill_failed(self, reason: str) -> None:
+        """Why, in the words of `router.series.PREFILL_FAILURES`."""
+
+
+class Prefill:
+    """Owns one prefill leg and reads its answer."""
+
+    __slots__ = (
+        "_bug",
+        "_counter",
+        "_family",
+        "_handoff",
+        "_held",
+        "_is_telling",
+        "_reactor",
+        "_reading",
+        "_seconds",
+        "_waiting",
+        "_waker",
+        "drains",
+        "leg",
+    )
+
+    leg: Leg
+
+    def __init__(
+        self,
+        *,
+        waiting: Waiting,
+        counter: Counter,
+        reactor: Reactor,
+        family: str,
+        seconds: float,
+        handoff: Handoff,
+        drains: bool,
+    ) -> None:
+        self._waiting: Waiting | None = waiting
+        self._counter = counter
+        self._reactor = reactor
+        self._family = family
+        self._seconds = seconds
+        self._handoff = handoff
+        #: Several items in one answer: the failure of one must not cut off the others.
+        self.drains = drains
+        self._reading: Reading | None = None
+        self._held: Verdict | None = None
+        self._is_telling = False
+        #: What a callback has raised, for this leg's task to raise.
+        self._bug: Exception | None = None
+        self._waker = Waker()
+
+    async def live(self) -> None:
+        """Wait for the end of the leg, or end it: by its own deadline, or with the router."""
+        try:
+            with trio.move_on_after(self._seconds):
+                while self.leg.is_open:
+                    await self._waker.wait()
+            if self.leg.is_open:
+                self._reactor.turn()  # what has arrived by now beats the deadline
+            if self.leg.is_open:
+                self.lose("stalled", "request_timeout", f"No prefill in {self._seconds:g} s.")
+            if self._bug is not None:
+                raise self._bug
+        finally:
+            self.leg.let_go("aborted")
+
+    def leave(self, *, closes: bool) -> None:
+        """The attempt is over. The leg runs on by itself, unless it has nothing to protect."""
+        self._waiting = None
+        if closes:
+            self.leg.let_go("aborted")
+            self._waker.wake()
+
+    def lose(self, reason: str, code: str, message: str) -> None:
+        """It is known from elsewhere that nothing will come of it."""
+        self._conclude(Verdict("stalled", reason, failed(code, message)))
+
+    # What the leg tells
+
+    def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
+        self._reading = reading_of(status, headers, self._family, self._handoff)
+        leg.on_body = self._feed
+
+    def on_leg_end(self, leg: Leg) -> None:
+        assert self._reading is not None
+        self._conclude(self._held or self._reading.end())
+
+    def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
+        leg.worker.probe_soon()
+        if self._held is not None:
+            self._conclude(self._held)
+        elif connecting:
+            failure = failed("upstream_unreachable", "The prefill worker cannot be reached.")
+            self._conclude(Verdict("broke", "unreachable", failure))
+        else:
+            message = "The prefill's answer broke off before its end."
+            self._conclude(Verdict("broke", "broken", failed("upstream_broken", message)))
+
+    def on_crash(self, error: Exception) -> None:
+        self._bug = error
+        self._waker.wake()
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        if self._is_telling:
+            waiting.on_crash(error)
+        else:
+            self._counter.prefill_failed("bug")
+            waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
+
+    def _feed(self, data: bytes) -> None:
+        if self._held is not None:
+            return
+        assert self._reading is not None
+        verdict = self._reading.feed(data)
+        if verdict is None:
+            return
+        if self.drains:
+            self._held = verdict
+            self._tell(verdict)
+        else:
+            self._conclude(verdict)
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """The leg's own end first, then its attempt."""
+        self.leg.fire(verdict.fact)
+        self._waker.wake()
+        if verdict is not self._held:
+            self._tell(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        if verdict.fact != "completed":
+            self._counter.prefill_failed(verdict.reason)
+        if self._waiting is not None:
+            self._is_telling = True
+            self._waiting.on_prefill(verdict)
+            self._is_telling = False
+            self._waiting = None

@@ -1,0 +1,222 @@
+"""What the two legs of a pair are sent: the client's body with the pair's own members in it.
+
+Pure. Everything that a pair does not need changed goes on byte for byte. The wire facts are those
+of SGLang 0.5.23 (`managers/io_struct.py`, `entrypoints/openai/protocol.py`) and vLLM 0.32 with its
+NixlConnector.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import msgspec
+from attrs import frozen
+
+from router.migration.splice import edit, read_members
+
+#: The engine keeps a room as a signed 64-bit number: with the top bit set it would wrap.
+ROOM_BITS = 63
+#: What vLLM's prefill is to do; the nulls are what its decode side would have been told.
+_REMOTE_DECODE = {
+    "do_remote_decode": b"true",
+    "do_remote_prefill": b"false",
+    "remote_engine_id": b"null",
+    "remote_block_ids": b"null",
+    "remote_host": b"null",
+    "remote_port": b"null",
+}
+_ENCODE = msgspec.json.Encoder().encode
+_NOTHING = msgspec.Raw(b"null")
+
+
+class _Samples(msgspec.Struct, gc=False):
+    n: int | None = None
+
+
+class _Asked(msgspec.Struct, gc=False):
+    n: int | None = None
+    rid: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    text: msgspec.Raw = _NOTHING
+    input_ids: msgspec.Raw = _NOTHING
+    sampling_params: msgspec.Raw = _NOTHING
+    return_logprob: bool | None = None
+
+
+_ASKED = msgspec.json.Decoder(_Asked)
+_SAMPLES = msgspec.json.Decoder(_Samples | list[_Samples] | None)
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+@frozen
+class Reading:
+    """What a body says that decides how a pair is asked."""
+
+    #: Generations in one request: prompts times samples. Each has a room of its own.
+    width: int = 1
+    #: The client has named the request to the engine.
+    has_rid: bool = False
+    #: The client wants logprobs of the prompt, as only `/generate` gives them.
+    wants_logprobs: bool = False
+    #: It could be read; else the engine will refuse it, and nothing is minted.
+    is_readable: bool = True
+
+    @property
+    def may_be_named(self) -> bool:
+        """Whether a minted id would name exactly this generation: samples get ids of their own."""
+        return self.is_readable and not self.has_rid and self.width == 1
+
+
+def read(body: bytes, family: str) -> Reading:
+    """Look into a body; never raises."""
+    try:
+        asked = _ASKED.decode(body)
+        samples = asked.n
+        if family == "generate":
+            samples = _samples_of(asked.sampling_params)
+        fields = (asked.text, asked.input_ids) if family == "generate" else (asked.prompt,)
+        prompts = max(map(_prompts_in, fields))
+    except (msgspec.DecodeError, RecursionError):
+        return Reading(is_readable=False)
+    return Reading(
+        # Nonsense is the engine's to refuse, and needs no rooms without number.
+        width=max(1, prompts * (1 if samples is None else samples)),
+        has_rid=bytes(asked.rid) != b"null",
+        wants_logprobs=family == "generate" and bool(asked.return_logprob),
+    )
+
+
+def _samples_of(sampling_params: msgspec.Raw) -> int | None:
+    found = _SAMPLES.decode(sampling_params)
+    if isinstance(found, list):
+        found = found[0] if found else None
+    return None if found is None else found.n
+
+
+def _prompts_in(field: msgspec.Raw) -> int:
+    """A list of texts or of lists of ids is several prompts; a list of ids is one."""
+    if not bytes(field).startswith(b"["):
+        return 1
+    items = _LIST.decode(field)
+    is_several = bool(items) and bytes(items[0])[:1] in (b'"', b"[")
+    return len(items) if is_several else 1
+
+
+#### sglang-bootstrap
+
+
+@frozen
+class Meeting:
+    """Where both legs meet: the prefill worker's bootstrap server, and a room for each item."""
+
+    host: str
+    #: None: the engine falls back to its own setting, but the member must be there.
+    port: int | None
+    rooms: tuple[int, ...]
+    #: The engine's name for the request, where the router mints it.
+    rid: str | None = None
+
+    def members(self) -> dict[str, bytes]:
+        """The members of both bodies; arrays for more than one item."""
+        width = len(self.rooms)
+        is_one = width == 1
+        members = {
+            "bootstrap_host": _ENCODE(self.host if is_one else [self.host] * width),
+            "bootstrap_port": _ENCODE(self.port if is_one else [self.port] * width),
+            "bootstrap_room": _ENCODE(self.rooms[0] if is_one else self.rooms),
+        }
+        if self.rid is not None:
+            members["rid"] = _ENCODE(self.rid)
+        return members
+
+
+def mint_rooms(rng: random.Random, width: int, *, rank: int = 0, ranks: int = 1) -> tuple[int, ...]:
+    """Fresh rooms, each of which SGLang's balancer sends to prefill's rank (`room % ranks`)."""
+    if ranks == 1:
+        return tuple(rng.getrandbits(ROOM_BITS) for _ in range(width))
+    rooms = (rng.getrandbits(ROOM_BITS - 1) for _ in range(width))
+    return tuple(room - room % ranks + rank for room in rooms)
+
+
+def mint_rid(rng: random.Random) -> str:
+    """A name of fixed width: SGLang's scheduler aborts by prefix, so none may begin another."""
+    return f"{rng.getrandbits(128):032x}"
+
+
+def put(body: bytes, members: Mapping[str, bytes]) -> bytes:
+    """The body with these members; those of the client's own of the same names are gone."""
+    if any(b'"%b"' % name.encode() in body for name in members):
+        return edit(body, members)
+    # What nearly every request is: none of the names stands in it, so they are added at the end.
+    # One that is spelled with escapes would stand before ours, and of two the last one counts.
+    end = body.rindex(b"}")
+    added = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
+    is_empty = body[:end].rstrip().endswith(b"{")
+    return b"%b%b%b%b" % (body[:end], b"" if is_empty else b",", added, body[end:])
+
+
+#### ranks (data parallel)
+
+
+def rank_members(rank: int | None, prefill_rank: int | None = None) -> dict[str, bytes]:
+    """The members that pin a leg to a rank of its worker (None: leave it to the engine)."""
+    members = {"routed_dp_rank": _ENCODE(rank), "data_parallel_rank": b"null"}
+    if prefill_rank is not None:
+        members["disagg_prefill_dp_rank"] = _ENCODE(prefill_rank)
+    return members
+
+
+#### vllm-nixl
+
+
+def shape_prefill(body: bytes, *, is_chat: bool) -> bytes:
+    """The body for a prefill that generates one token and keeps its KV cache for a decode."""
+    members = read_members(body) or {}
+    changes: dict[str, bytes | None] = {"stream": b"false"}
+    for name in ("stream_options", "min_tokens"):
+        if name in members:
+            changes[name] = None
+    if "n" in members:
+        changes["n"] = b"1"
+    # Strict engines refuse a body with both spellings of the cap; only chat knows the longer one.
+    cap, other = "max_tokens", "max_completion_tokens"
+    if is_chat and bytes(members.get(other, _NOTHING)) != b"null":
+        cap, other = other, cap
+    changes[cap] = b"1"
+    if other in members:
+        changes[other] = None
+    changes["kv_transfer_params"] = _merge(members.get("kv_transfer_params"), _REMOTE_DECODE)
+    return edit(body, changes)
+
+
+def shape_decode(body: bytes, handoff: bytes) -> bytes:
+    """The body for the decode that takes this hand-off, whose members go on verbatim."""
+    members = read_members(body) or {}
+    given = members.get("kv_transfer_params")
+    if given is None or bytes(given) == b"null":
+        return put(body, {"kv_transfer_params": handoff})
+    parts = {name: bytes(value) for name, value in (read_members(handoff) or {}).items()}
+    return edit(body, {"kv_transfer_params": _merge(given, parts)})
+
+
+def _merge(given: msgspec.Raw | None, parts: Mapping[str, bytes]) -> bytes:
+    """An object of the client's (token ids to go on from, say) with members set."""
+    own = b"{}" if given is None or not bytes(given).startswith(b"{") else bytes(given)
+    return edit(own, parts)
+
+
+class _Prefilled(msgspec.Struct, gc=False):
+    kv_transfer_params: msgspec.Raw = _NOTHING
+
+
+_PREFILLED = msgspec.json.Decoder(_Prefilled)
+
+
+def handoff_of(answer: bytes) -> bytes | None:
+    """The hand-off in a prefill's answer, as it stands there; None where there is none."""
+    try:
+        found = bytes(_PREFILLED.decode(answer).kv_transfer_params)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return found if found.startswith(b"{") and len(found.strip(b"{} \n\r\t")) > 0 else None
