@@ -32,7 +32,7 @@ def test_one_request_on_pairs_keeps_its_promises() -> None:
     found = explore(worlds.pair())
 
     assert not found.broken, found.broken[0]
-    assert (found.worlds, found.steps) == (1897, 6652)
+    assert (found.worlds, found.steps) == (3328, 10106)
 
 
 def test_a_breaker_keeps_its_promises() -> None:

@@ -2,7 +2,8 @@
 
 With the bootstrap protocol both legs are sent at once; prefill's leg is nobody's to cancel, and
 one that its request has left behind runs on as an orphan. With the serial protocol decode is sent
-only when prefill is done, and a prefill that nobody waits for any more is closed.
+only when prefill is done, and a prefill that nobody waits for any more is closed. A decode that has
+answered with an error has the last word, whatever its prefill says while that error is being read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ class World:
     #: The legs of the current attempt, or of the last one once the request is over.
     prefill: Enum | None = None
     decode: Enum | None = None
+    #: Decode has answered with an error status; its body is still to come.
+    decode_erred: bool = False
     #: Bootstrap prefills whose attempt has ended before them.
     orphans: int = 0
     forms: int = 1
@@ -51,6 +54,10 @@ class World:
     was_retried: bool = False
     was_moved: bool = False
     prefill_failed_late: bool = False
+    #: Legs that were sent and have no outcome yet, counted up and down one by one.
+    unbooked: int = 0
+    #: Statuses that the client was given.
+    answers: int = 0
     last_fact: str = ""
 
     @property
@@ -66,7 +73,7 @@ class World:
 PREFILL_DOES: Mapping[Enum | None, tuple[str, ...]] = {
     L.CONNECTING: ("connected", "broke"),
     L.WAITING: ("head_arrived", "stalled"),
-    L.ANSWERING: ("completed", "rejected", "backpressure", "erred", "lied"),
+    L.ANSWERING: ("completed", "rejected", "backpressure", "erred", "lied", "bug"),
 }
 DECODE_DOES: Mapping[Enum | None, tuple[str, ...]] = {
     L.CONNECTING: ("connected", "broke"),
@@ -74,6 +81,7 @@ DECODE_DOES: Mapping[Enum | None, tuple[str, ...]] = {
     L.ANSWERING: ("first_token", "completed", "rejected", "broke"),
     L.STREAMING: ("completed", "broke"),
 }
+ERRED_DECODE_DOES = ("rejected", "backpressure", "erred", "broke")
 
 
 def pair(request: Chart = REQUEST, leg: Chart = LEG) -> Model[World]:
@@ -105,7 +113,10 @@ class _Pair:
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
         if world.orphans > 0:
             # It ends as it likes, at the latest by its own deadline, and tells no request.
-            yield "an orphaned prefill ended", evolve(world, orphans=world.orphans - 1)
+            yield (
+                "an orphaned prefill ended",
+                evolve(world, orphans=world.orphans - 1, unbooked=world.unbooked - 1),
+            )
         if world.state in REQUEST.final:
             return
         yield "client left", self.told(evolve(world, client_left=True), "client_gone")
@@ -125,6 +136,8 @@ class _Pair:
             untried=world.untried - 1,
             prefill=L.CONNECTING,
             decode=L.CONNECTING if at_once else None,
+            decode_erred=False,
+            unbooked=world.unbooked + 1 + at_once,
         )
         return self.told(sent, "admitted")
 
@@ -132,20 +145,29 @@ class _Pair:
         for fact in PREFILL_DOES.get(world.prefill, ()):
             yield f"prefill {fact}", self.prefill_told(world, fact)
         if world.prefill is L.SUCCEEDED and world.decode is None:
-            yield "decode is sent", evolve(world, decode=L.CONNECTING)
+            sent = evolve(world, decode=L.CONNECTING, unbooked=world.unbooked + 1)
+            yield "decode is sent", sent
 
     def prefill_told(self, world: World, fact: str) -> World:
         state = fire(self.leg, world.prefill or L.CONNECTING, fact).target
-        after = evolve(world, prefill=state)
-        if state in LEG.open or state is L.SUCCEEDED:
+        after = _booked(evolve(world, prefill=state), state)
+        if state in LEG.open or state is L.SUCCEEDED or world.decode_erred:
             return after
         word = told_by_prefill(fact, answer_began=world.answer_began)
         late = world.state in (S.STREAMING, S.POISONED)
         return evolve(self.told(after, word), prefill_failed_late=late)
 
     def decode_acts(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.decode_erred:
+            for fact in ERRED_DECODE_DOES:
+                if world.decode is L.ANSWERING:
+                    yield f"decode {fact}", self.decode_told(world, fact)
+            return
+        if world.decode is L.WAITING:
+            erred = evolve(world, decode=L.ANSWERING, decode_erred=True)
+            yield "decode answers with an error", erred
         if world.state is S.DISPATCHING and world.decode is L.ANSWERING:
-            yield "head forwarded", self.told(evolve(world, client_has_head=True), "answered")
+            yield "head forwarded", self.told(_given_head(world), "answered")
         for fact in DECODE_DOES.get(world.decode, ()):
             # Without its KV cache decode computes nothing.
             if fact != "first_token" or world.prefill not in (L.CONNECTING, L.WAITING):
@@ -157,9 +179,9 @@ class _Pair:
 
     def decode_told(self, world: World, fact: str, *, faithful: bool = True) -> World:
         state = fire(self.leg, world.decode or L.CONNECTING, fact).target
-        after = evolve(world, decode=state)
+        after = _booked(evolve(world, decode=state), state)
         if fact == "first_token":
-            after = evolve(after, client_has_head=True, client_has_content=True)
+            after = evolve(_given_head(after), client_has_content=True)
             return self.told(after, fact, faithful=faithful)
         if state in LEG.open or state is L.SUCCEEDED:
             return after
@@ -183,14 +205,27 @@ class _Pair:
     def without_attempt(self, world: World) -> World:
         """Decode closes with its attempt; a bootstrap prefill is left to itself."""
         decode, prefill, orphans = world.decode, world.prefill, world.orphans
+        unbooked = world.unbooked
         if decode is not None and decode in LEG.open:
             decode = fire(self.leg, decode, "let_go").target
+            unbooked -= decode in LEG.final
         if prefill is not None and prefill in LEG.open:
             if world.topology is Topology.BOOTSTRAP:
                 prefill, orphans = None, orphans + 1
             else:
                 prefill = fire(self.leg, prefill, "let_go").target
-        return evolve(world, decode=decode, prefill=prefill, orphans=orphans)
+                unbooked -= prefill in LEG.final
+        return evolve(world, decode=decode, prefill=prefill, orphans=orphans, unbooked=unbooked)
+
+
+def _booked(world: World, state: Enum) -> World:
+    """One leg has an outcome, if this state is the end of one."""
+    return evolve(world, unbooked=world.unbooked - (state in LEG.final))
+
+
+def _given_head(world: World) -> World:
+    given = not world.client_has_head
+    return evolve(world, client_has_head=True, answers=world.answers + given)
 
 
 def _open(world: World) -> bool:
@@ -207,9 +242,11 @@ def _spent(world: World, fact: str, target: Enum) -> World:
     if target in REQUEST.final:
         # What is over has no use for budgets; one that was overdrawn stays so, to be seen.
         retries, moves, forms, untried = (min(b, 0) for b in (retries, moves, forms, untried))
+    told = target in (S.FINISHED, S.FAILED) and not world.client_has_head
     return evolve(
         world,
         state=target,
+        answers=world.answers + told,
         retries=retries,
         moves=moves,
         forms=forms,
@@ -237,11 +274,11 @@ def show(world: World) -> Mapping[str, str]:
 #### What must hold
 
 ATTEMPT = REQUEST.scopes["attempt"]
-FAILED_LEG = (L.REFUSED, L.PUSHED_BACK, L.BROKEN)
+FAILED_LEG = (L.REFUSED, L.PUSHED_BACK, L.BROKEN, L.CRASHED)
 
 ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "no decode leg outlives its attempt": lambda w: w.state in ATTEMPT or w.decode not in LEG.open,
-    "a bootstrap prefill is never closed by us": lambda w: (
+    "a bootstrap prefill is never cancelled": lambda w: (
         w.topology is Topology.SERIAL or w.prefill is not L.CLOSED
     ),
     "a serial prefill does not outlive its attempt": lambda w: (
@@ -250,10 +287,19 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "serial decode is not contacted before its prefill is done": lambda w: (
         w.topology is Topology.BOOTSTRAP or w.decode is None or w.prefill is L.SUCCEEDED
     ),
-    "decode does not wait for a prefill that failed": lambda w: (
+    "no decode outlives its prefill's failure before the first token": lambda w: (
         w.prefill not in FAILED_LEG
         or w.decode not in LEG.open
+        or w.decode_erred
         or w.state in (S.STREAMING, S.POISONED)
+    ),
+    "each leg has one outcome, and none has two": lambda w: (
+        w.unbooked == w.orphans + (w.prefill in LEG.open) + (w.decode in LEG.open)
+    ),
+    "the client gets one answer, and only one that left gets none": lambda w: (
+        w.answers == w.client_has_head
+        if w.state not in REQUEST.final or w.state is S.ABANDONED
+        else w.answers == 1
     ),
     "aborted is what had a head, no token, and a failed prefill": lambda w: (
         w.state is not S.ABORTED
@@ -277,17 +323,22 @@ def _prefill_failed(world: World, after: World) -> bool:
 
 
 BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
-    "a prefill that fails after the first token changes nothing": lambda w, _, after: (
+    "after the first token prefill cannot hurt the stream": lambda w, _, after: (
         not (_prefill_failed(w, after) and w.state in (S.STREAMING, S.POISONED))
+        or (after.state, after.decode) == (w.state, w.decode)
+    ),
+    "a decode that answered with an error has the last word": lambda w, _, after: (
+        not (_prefill_failed(w, after) and w.decode_erred)
         or (after.state, after.decode) == (w.state, w.decode)
     ),
     "with retries left, a failed prefill fails nothing before the head": lambda w, word, after: (
         not (_prefill_failed(w, after) and w.state is S.DISPATCHING and w.retries > 0)
         or after.state is S.QUEUED
+        or w.decode_erred
         or word == "prefill rejected"
     ),
     "a prefill's 4xx before the head is the client's": lambda w, word, after: (
-        not (word == "prefill rejected" and w.state is S.DISPATCHING)
+        not (word == "prefill rejected" and w.state is S.DISPATCHING and not w.decode_erred)
         or after.last_fact == "rejected"
     ),
     "a move begins only while one is left and a pair is untried": lambda w, word, after: (
@@ -299,6 +350,7 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "with moves left, a failed prefill fails nothing that resumes": lambda w, word, after: (
         not (_prefill_failed(w, after) and w.state is S.RESUMING and w.can_migrate)
         or after.state is S.MIGRATING
+        or w.decode_erred
         or word == "prefill rejected"
     ),
 }
@@ -318,6 +370,9 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     "a client leaves and the prefill runs on": lambda w: w.state is S.ABANDONED and w.orphans > 0,
     "a client leaves and the serial prefill is closed": lambda w: (
         w.state is S.ABANDONED and w.prefill is L.CLOSED and w.decode is None
+    ),
+    "a decode's error is told although its prefill failed meanwhile": lambda w: (
+        w.state is S.FAILED and w.decode_erred and w.prefill in FAILED_LEG
     ),
     "decode answers before its prefill does": lambda w: (
         w.state is S.STREAMING and w.prefill in LEG.open
