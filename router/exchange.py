@@ -127,9 +127,10 @@ class Exchange:
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
+        answering = self._choose_answering(leg)
         if self.pair is not None:
-            self.pair.on_decode_head(status)
-        self._answering = answering = self._choose_answering(leg)
+            answering = self.pair.on_decode_head(status, answering, is_stream=leg.is_stream)
+        self._answering = answering
         # From here on the wire feeds the answer directly: nothing lies between on every event.
         leg.on_body = answering.feed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from router.answering import Answering
 from router.legs import Leg
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Pair(Protocol):
     def awaited(self) -> Leg | None:
         """The leg that is waited for while decode is not sent."""
 
-    def on_decode_head(self, status: int) -> None:
-        """Decode has answered."""
+    def on_decode_head(self, status: int, answering: Answering, *, is_stream: bool) -> Answering:
+        """Decode has answered; who reads the rest of it."""
 
     def meets_silence(self, leg: Leg, *, is_stalled: bool) -> bool:
         """A leg is silent; whether its partner explains it, and what follows is done."""

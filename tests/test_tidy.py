@@ -24,6 +24,7 @@ PURE = (
     "router.moving",
     "router.openai",
     "router.options",
+    "router.pd.logprobs",
     "router.pd.pairing",
     "router.pd.ranks",
     "router.pd.shaping",

@@ -14,12 +14,15 @@ from typing import Protocol
 
 from attrs import define, field
 
+from router.answering import Answering
 from router.breaker import Permit
 from router.choosing import Choice
 from router.exchange import Exchange
 from router.headers import Headers, to_worker
 from router.legs import Leg, LegListener, LegObserver
 from router.pd.aborts import Aborts, DecodeWatch
+from router.pd.logprobs import PromptLogprobs
+from router.pd.merging import MergingAnswering
 from router.pd.pairing import PairChoice
 from router.pd.prefill import Counter, Prefill
 from router.pd.shaping import Reading, shape_decode
@@ -110,8 +113,13 @@ class PairAttempt:
     reservation: Reservation = field(init=False)
     watch: DecodeWatch = field(init=False)
     prefill: Prefill | None = field(init=False, default=None)
+    #: What prefill tells that the client is to get, and decode's answer that waits for it.
+    logprobs: PromptLogprobs | None = field(init=False, default=None)
+    _merging: MergingAnswering | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
+        if self.orders.reading.wants_logprobs and not self.orders.is_serial:
+            self.logprobs = PromptLogprobs()
         self.reservation = Reservation(self.choice.decode)
         authorization = next(
             (v for k, v in self.exchange.call.headers if k == b"authorization"), None
@@ -156,9 +164,15 @@ class PairAttempt:
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
             self.prefill.leave(closes=self.orders.is_serial or is_unmatched)
 
-    def on_decode_head(self, status: int) -> None:
+    def on_decode_head(self, status: int, answering: Answering, *, is_stream: bool) -> Answering:
         """Decode has answered. With an error it has the last word, whatever prefill says."""
         self.watch.has_error = not 200 <= status < 300
+        if self.logprobs is None or self.watch.has_error:
+            return answering
+        self._merging = merging = MergingAnswering(answering, self.logprobs, is_stream=is_stream)
+        if self.prefill is not None and not self.prefill.leg.is_open:
+            merging.prefill_is_done()
+        return merging
 
     def meets_silence(self, leg: Leg, *, is_stalled: bool) -> bool:
         """The awaited leg, or decode, was silent; whether prefill explains it."""
@@ -194,6 +208,8 @@ class PairAttempt:
         if verdict.fact == "completed":
             if self.orders.is_serial:
                 self._hand_over(verdict.handoff)
+            elif self._merging is not None:
+                self._merging.prefill_is_done()
         elif not self.watch.has_error:
             self._fail(verdict)
 
@@ -226,6 +242,7 @@ class PairAttempt:
             family=exchange.route.family,
             seconds=around.prefill_seconds,
             handoff=self._handoff_wanted(),
+            listener=self.logprobs,
             drains=orders.reading.width > 1,
         )
         prefill.leg = leg = RankedLeg(

@@ -15,7 +15,15 @@ import trio
 
 from router.headers import Headers
 from router.legs import Leg
-from router.pd.verdict import Handoff, Reading, Verdict, failed, prefill_failed, reading_of
+from router.pd.verdict import (
+    Handoff,
+    Listener,
+    Reading,
+    Verdict,
+    failed,
+    prefill_failed,
+    reading_of,
+)
 from router.reactor import Reactor
 from router.waking import Waker
 
@@ -47,6 +55,7 @@ class Prefill:
         "_handoff",
         "_held",
         "_is_telling",
+        "_listener",
         "_reactor",
         "_reading",
         "_seconds",
@@ -67,6 +76,7 @@ class Prefill:
         family: str,
         seconds: float,
         handoff: Handoff,
+        listener: Listener | None,
         drains: bool,
     ) -> None:
         self._waiting: Waiting | None = waiting
@@ -75,6 +85,7 @@ class Prefill:
         self._family = family
         self._seconds = seconds
         self._handoff = handoff
+        self._listener = listener
         #: Several items in one answer: the failure of one must not cut off the others.
         self.drains = drains
         self._reading: Reading | None = None
@@ -113,7 +124,7 @@ class Prefill:
     # What the leg tells
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
-        self._reading = reading_of(status, headers, self._family, self._handoff)
+        self._reading = reading_of(status, headers, self._family, self._handoff, self._listener)
         leg.on_body = self._feed
 
     def on_leg_end(self, leg: Leg) -> None:

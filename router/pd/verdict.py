@@ -16,7 +16,7 @@ from router.errors import Refusal, nest_error
 from router.headers import Headers, find
 from router.openai import Judge, Sign, judge_whole
 from router.pd.shaping import handoff_of
-from router.sse import EventReader, EventTooLarge
+from router.sse import EventReader, EventTooLarge, data_of
 from router.ticket import Answer, Failure
 
 #: Of an error's body, and of a whole answer, as much as this is kept.
@@ -54,15 +54,24 @@ class Reading(Protocol):
         """The body ended as its framing promised."""
 
 
-def reading_of(status: int, headers: Headers, family: str, handoff: Handoff) -> Reading:
+class Listener(Protocol):
+    """Who wants to know what a good answer says."""
+
+    def read(self, data: bytes) -> None:
+        """An event's data, or a whole answer."""
+
+
+def reading_of(
+    status: int, headers: Headers, family: str, handoff: Handoff, listener: Listener | None
+) -> Reading:
     """How an answer with this head is read."""
     if not 200 <= status < 300:
         return _ErrorReading(status, headers)
     kind = find(headers, b"content-type") or b""
     encoding = (find(headers, b"content-encoding") or b"identity").lower()
     if kind.startswith(b"text/event-stream") and encoding == b"identity":
-        return _EventsReading(family)
-    return _WholeReading(family, handoff)
+        return _EventsReading(family, listener)
+    return _WholeReading(family, handoff, listener)
 
 
 def failed(code: str, message: str) -> Failure:
@@ -123,15 +132,17 @@ class _ErrorReading:
 class _EventsReading:
     """A stream: read event by event, forgotten event by event."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, listener: Listener | None) -> None:
         self._judge = Judge(family)
-        self._reader = EventReader(EVENT_BYTES_MAX)
+        self._listener = listener
+        self._bytes_max = EVENT_BYTES_MAX if listener is None else KEPT_BYTES_MAX
+        self._reader = EventReader(self._bytes_max)
 
     def feed(self, data: bytes) -> Verdict | None:
         try:
             events = self._reader.feed(data)
         except EventTooLarge:
-            self._reader = EventReader(EVENT_BYTES_MAX)
+            self._reader = EventReader(self._bytes_max)
             return None
         for event in events:
             if (verdict := self._read(event)) is not None:
@@ -151,15 +162,18 @@ class _EventsReading:
         # `[DONE]` without a finish is a lie of decode's only: nothing hangs on prefill's.
         if sign is Sign.LIE and not judge.done:
             return Verdict("lied", "gave_up", prefill_failed())
+        if self._listener is not None and (data := data_of(event)) is not None:
+            self._listener.read(data)
         return None
 
 
 class _WholeReading:
     """A whole answer, kept for what is taken over from it."""
 
-    def __init__(self, family: str, handoff: Handoff) -> None:
+    def __init__(self, family: str, handoff: Handoff, listener: Listener | None) -> None:
         self._family = family
         self._handoff = handoff
+        self._listener = listener
         self._kept = _Kept()
 
     def feed(self, data: bytes) -> Verdict | None:
@@ -174,6 +188,8 @@ class _WholeReading:
             return _judged(answer, "error_event")
         if found.lies:
             return Verdict("lied", "gave_up", prefill_failed())
+        if self._listener is not None:
+            self._listener.read(body)
         if self._handoff == "none":
             return GOOD
         handoff = handoff_of(body)
