@@ -19,6 +19,8 @@ class Engine:
     token_seconds: float = 0.1
     first_token_seconds: float = 1.0
     model: str = "tiny"
+    #: "prefill" or "decode": half of a pair.
+    role: str = "mixed"
     #: Its weights and its limits; see `router.sim.settings`.
     eos_every: int = 0
     ambiguous: bool = False
@@ -107,3 +109,16 @@ class Plan:
     looks: tuple[float, ...] = ()
     #: When the clients' clock begins; by then workers that are well are ready.
     begin: float = 6.0
+    #: After the last client, until everything must have been given back; a prefill may outlive
+    #: its request by the five minutes for which it waits for a decode.
+    rest: float | None = None
+
+    @property
+    def has_halves(self) -> bool:
+        """Some engine is half of a pair."""
+        return any(engine.role != "mixed" for engine in self.engines)
+
+    @property
+    def rest_seconds(self) -> float:
+        """As it was given, or what is enough for these engines."""
+        return self.rest or (320.0 if self.has_halves else 5.0)

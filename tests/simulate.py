@@ -25,6 +25,7 @@ from router.sim.engine import SimEngine
 from router.sim.settings import SimSettings
 from router.workerspec import WorkerSpec
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.neighbours import Neighbours
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
 from tests.promises import check, everything_is_given_back, watch_passes
@@ -35,8 +36,8 @@ __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "wo
 HOST = "127.0.0.1"
 #: Virtual seconds after which a run is given up: something hangs.
 GIVE_UP_SECONDS = 20_000
-#: Lingering ends and leaving connections get this long after the last client.
-REST_SECONDS = 5.0
+#: Where the first engine hands over, if it is half of a pair.
+KV_PORT = 8900
 READ_BYTES = 65536
 
 
@@ -71,7 +72,7 @@ class Lines(LineWriter):
 
 
 @define(eq=False)
-class _Run:
+class Run:
     """Everything a happening can reach."""
 
     plan: Plan
@@ -91,26 +92,30 @@ async def _run(plan: Plan) -> Outcome:
     return outcome
 
 
-async def _prepare(world: trio.Nursery, plan: Plan) -> _Run:
+async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
     random.seed(plan.luck)
     cuts = None if plan.cuts is None else random.Random(plan.cuts)
     network = MemoryNetwork(world, cuts, plan.pipe_bytes)
+    neighbours = Neighbours(world)
     engines = [
-        await _start_engine(network, number, each, plan) for number, each in enumerate(plan.engines)
+        await _start_engine(network, neighbours, number, each, plan)
+        for number, each in enumerate(plan.engines)
     ]
     log = Lines()
     logs = configure(format="json", level="info")
     logs.writer = log
     app = App(_settings(plan), network, logs)
     app.serving.chooser = make_chooser(app.settings.policy, random.Random(plan.luck))
+    app.serving.pairs.choose_by(random.Random(plan.luck))
+    app.serving.pairs.rng = random.Random(plan.luck)
     watch_passes(app)
     app.listen()
-    return _Run(plan, network, engines, app, log)
+    return Run(plan, network, engines, app, log)
 
 
-async def _run_to_its_end(run: _Run) -> Outcome:
+async def _run_to_its_end(run: Run) -> Outcome:
     plan, app = run.plan, run.app
-    connections = [_requests_of(client) for client in plan.clients]
+    connections = [requests_of(client) for client in plan.clients]
     stopped_at = 0.0
     async with trio.open_nursery() as running:
 
@@ -127,10 +132,10 @@ async def _run_to_its_end(run: _Run) -> Outcome:
             for moment in plan.looks:
                 clients.start_soon(_look, run, moment)
             for requests in connections:
-                clients.start_soon(_run_connection, run, requests)
-        await trio.sleep(REST_SECONDS)
+                clients.start_soon(run_connection, run, requests)
+        await trio.sleep(plan.rest_seconds)
         everything_is_given_back(app)
-        metrics = _read_metrics(app)
+        metrics = read_metrics(app)
         app.ask_to_stop()
     assert not run.network.open_sockets, f"sockets left open: {run.network.open_sockets}"
     await trio.testing.wait_all_tasks_blocked()
@@ -151,39 +156,45 @@ async def _run_to_its_end(run: _Run) -> Outcome:
 
 
 def _settings(plan: Plan) -> Settings:
-    specs = tuple(_spec(number, each) for number, each in enumerate(plan.engines))
-    values: dict[str, object] = {"host": HOST, "port": 8000, "worker_urls": specs}
+    specs = [_spec(number, each) for number, each in enumerate(plan.engines)]
+    values: dict[str, object] = {"host": HOST, "port": 8000}
+    for key, role in (("worker_urls", "mixed"), ("prefill", "prefill"), ("decode", "decode")):
+        values[key] = tuple(spec for spec in specs if spec.role == role)
     # The plan's values are checked by the settings' own validators.
     return Settings(**(values | plan.settings))  # type: ignore[arg-type]
 
 
 def _spec(number: int, engine: Engine) -> WorkerSpec:
     options = f",{engine.options}" if engine.options else ""
-    return WorkerSpec.parse(f"http://{HOST}:{9000 + number},id={worker_id(number)}{options}")
+    if engine.role == "prefill" and engine.kind == "sglang" and "bootstrap_port" not in options:
+        options += f",bootstrap_port={KV_PORT + number}"
+    text = f"http://{HOST}:{9000 + number},id={worker_id(number)}{options}"
+    return WorkerSpec.parse(text, role=engine.role)
 
 
-def _make_engine(engine: Engine, name: str) -> SimEngine:
-    return SimEngine(
-        SimSettings(
-            engine=engine.kind,  # type: ignore[arg-type]  # a plan is plain text
-            name=name,
-            model=engine.model,
-            token_seconds=engine.token_seconds,
-            first_token_seconds=engine.first_token_seconds,
-            eos_every=engine.eos_every,
-            ambiguous=engine.ambiguous,
-            tokens_per_chunk=engine.tokens_per_chunk,
-            context_length=engine.context_length,
-            seed=engine.seed,
-            faults=(engine.faults,) if engine.faults else (),
-        )
+def _sim_settings(engine: Engine, name: str, kv_port: int = 0) -> SimSettings:
+    return SimSettings(
+        engine=engine.kind,  # type: ignore[arg-type]  # a plan is plain text
+        name=name,
+        model=engine.model,
+        token_seconds=engine.token_seconds,
+        first_token_seconds=engine.first_token_seconds,
+        eos_every=engine.eos_every,
+        ambiguous=engine.ambiguous,
+        tokens_per_chunk=engine.tokens_per_chunk,
+        context_length=engine.context_length,
+        seed=engine.seed,
+        role=engine.role,  # type: ignore[arg-type]
+        bootstrap_port=kv_port,
+        faults=(engine.faults,) if engine.faults else (),
     )
 
 
 async def _start_engine(
-    network: MemoryNetwork, number: int, engine: Engine, plan: Plan
+    network: MemoryNetwork, neighbours: Neighbours, number: int, engine: Engine, plan: Plan
 ) -> SimEngine:
-    sim = _make_engine(engine, worker_id(number))
+    kv_port = 0 if engine.role == "mixed" else KV_PORT + number
+    sim = neighbours.start(_sim_settings(engine, worker_id(number), kv_port))
     network.engines[HOST, 9000 + number] = sim.serve_connection
     network.refuses[HOST, 9000 + number] = lambda: sim.is_refusing
     if engine.script:
@@ -194,7 +205,7 @@ async def _start_engine(
     return sim
 
 
-async def _happen(run: _Run, moment: float, what: str) -> None:
+async def _happen(run: Run, moment: float, what: str) -> None:
     """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop.
 
     A drain with seconds has a window, after which streams that can move are moved.
@@ -223,7 +234,7 @@ def _drain(app: App, worker: str, seconds: str) -> None:
         app.fleet.drain(worker)
 
 
-async def _look(run: _Run, moment: float) -> None:
+async def _look(run: Run, moment: float) -> None:
     await trio.sleep_until(run.plan.begin + moment)
     app, live = run.app, run.app.serving.live
     run.looks.append(
@@ -240,7 +251,7 @@ async def _look(run: _Run, moment: float) -> None:
     )
 
 
-def _read_metrics(app: App) -> dict[str, float]:
+def read_metrics(app: App) -> dict[str, float]:
     # What the page is made from; parsing the page would take longer than the run.
     return {
         series(sample.name, sample.labels): sample.value
@@ -253,11 +264,11 @@ def _read_metrics(app: App) -> dict[str, float]:
 #### A client
 
 
-def _requests_of(client: Client) -> list[Got]:
+def requests_of(client: Client) -> list[Got]:
     return [Got(client), *(Got(each) for each in client.then)]
 
 
-async def _run_connection(run: _Run, requests: list[Got]) -> None:
+async def run_connection(run: Run, requests: list[Got]) -> None:
     await trio.sleep_until(run.plan.begin + requests[0].client.at)
     try:
         stream = run.network.open_client()
@@ -275,7 +286,7 @@ async def _run_connection(run: _Run, requests: list[Got]) -> None:
     stream.close()
 
 
-async def _run_request(run: _Run, stream: MemoryStream, got: Got) -> bool:
+async def _run_request(run: Run, stream: MemoryStream, got: Got) -> bool:
     """Whether the connection can take another one."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_leave, run.plan, got, stream, nursery.cancel_scope)
@@ -285,7 +296,7 @@ async def _run_request(run: _Run, stream: MemoryStream, got: Got) -> bool:
     return got.ending == "clean" and keeps
 
 
-def _end(run: _Run, got: Got, ending: str) -> None:
+def _end(run: Run, got: Got, ending: str) -> None:
     got.ending, got.ended_at = ending, trio.current_time() - run.plan.begin
 
 
@@ -378,7 +389,7 @@ def _kinds(plan: Plan, client: Client) -> Iterable[Engine]:
     return {
         (each.kind, each.seed): attrs.evolve(
             each, faults="", script="", options="", token_seconds=0.0, first_token_seconds=0.0,
-            tokens_per_chunk=1,
+            tokens_per_chunk=1, role="mixed",
         )
         for each in plan.engines if each.model == model
     }.values()  # fmt: skip
@@ -393,7 +404,8 @@ async def _ask_directly(engine: Engine, client: Client) -> Got:
         got = _ANSWERS[key] = Got(asked)
         plan = Plan(engines=(engine,), begin=trio.current_time())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_make_engine(engine, "direct").serve_connection, far)
+            direct = SimEngine(_sim_settings(engine, "direct"))
+            nursery.start_soon(direct.serve_connection, far)
             await _ask(plan, near, got)
             nursery.cancel_scope.cancel(reason="answered")
     return _ANSWERS[key]
