@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import structlog
 import trio
 
 from router.headers import Headers
@@ -26,6 +27,8 @@ from router.pd.verdict import (
 )
 from router.reactor import Reactor
 from router.waking import Waker
+
+_log = structlog.get_logger("baton")
 
 
 class Waiting(Protocol):
@@ -151,7 +154,7 @@ class Prefill:
         if self._is_telling:
             waiting.on_crash(error)
         else:
-            self._counter.prefill_failed("bug")
+            self._note_failure("bug")
             waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
 
     def _feed(self, data: bytes) -> None:
@@ -176,9 +179,13 @@ class Prefill:
 
     def _tell(self, verdict: Verdict) -> None:
         if verdict.fact != "completed":
-            self._counter.prefill_failed(verdict.reason)
+            self._note_failure(verdict.reason)
         if self._waiting is not None:
             self._is_telling = True
             self._waiting.on_prefill(verdict)
             self._is_telling = False
             self._waiting = None
+
+    def _note_failure(self, reason: str) -> None:
+        self._counter.prefill_failed(reason)
+        _log.warning("prefill_failed", id=self.leg.id, worker=self.leg.worker.id, reason=reason)
