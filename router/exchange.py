@@ -129,7 +129,7 @@ class Exchange:
         self.status, self.headers = status, headers
         answering = self._choose_answering(leg)
         if self.pair is not None:
-            answering = self.pair.on_decode_head(status, answering, is_stream=leg.is_stream)
+            answering = self.pair.on_decode_head(leg, status, answering)
         self._answering = answering
         # From here on the wire feeds the answer directly: nothing lies between on every event.
         leg.on_body = answering.feed

@@ -34,7 +34,7 @@ class Pair(Protocol):
     def awaited(self) -> Leg | None:
         """The leg that is waited for while decode is not sent."""
 
-    def on_decode_head(self, status: int, answering: Answering, *, is_stream: bool) -> Answering:
+    def on_decode_head(self, leg: Leg, status: int, answering: Answering) -> Answering:
         """Decode has answered; who reads the rest of it."""
 
     def meets_silence(self, leg: Leg, *, is_stalled: bool) -> bool:

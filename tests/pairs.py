@@ -192,6 +192,13 @@ def says(name: str) -> tuple[bytes, bool]:
     if name == "error":
         error = {"error": {"message": "it broke", "code": int(detail or 500)}}
         return chunk(b"data: " + msgspec.json.encode(error) + b"\n\n") + chunk(b""), True
+    if name == "gen":
+        return chunk(b"data: " + msgspec.json.encode(generated(detail)) + b"\n\n"), False
+    if name == "gendone":
+        body = msgspec.json.encode(generated(detail, "stop"))
+        return chunk(b"data: " + body + b"\n\ndata: [DONE]\n\n") + chunk(b""), True
+    if name == "genjson":
+        return whole(200, generated(detail, "stop")), True
     if name == "json":
         return whole(200, answer("stop")), True
     if name == "jsonabort":
@@ -221,6 +228,14 @@ def answer(finish: str) -> dict[str, object]:
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
     }
+
+
+def generated(logprobs: str, finish: str | None = None) -> dict[str, object]:
+    """What `/generate` says, with a logprob of the prompt for every letter of `logprobs`."""
+    told = [[-0.5, ord(letter), letter] for letter in logprobs]
+    reason = None if finish is None else {"type": finish}
+    meta = {"id": "x", "finish_reason": reason, "input_token_logprobs": told}
+    return {"text": "a", "output_ids": [1], "meta_info": meta}
 
 
 def event(delta: dict[str, str], finish: str | None = None) -> bytes:

@@ -166,12 +166,14 @@ def no_engine_works_for_nobody(outcome: Outcome) -> None:
 def no_engine_is_asked_twice(outcome: Outcome) -> None:
     """One request goes to one worker once; twice only where a kept connection was stale.
 
-    A continuation that was refused may come again in its other form.
+    A continuation that was refused may come again in its other form, and half of a pair may be
+    asked again when its partner has failed: that is another room, and another name.
     """
     named = Counter(ticket.id for ticket in outcome.tickets)
     for ticket in outcome.tickets:
         facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
         named[ticket.id] += sum(map(_is_rephrased, facts))
+        named[ticket.id] += (ticket.attempts - 1) * ticket.is_paired
     for number, engine in enumerate(outcome.engines):
         asked: dict[str, list[bool]] = {}
         for each in outcome.work(number):

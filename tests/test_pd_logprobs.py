@@ -76,11 +76,12 @@ def test_a_decode_without_a_list_is_left_as_it_is(decode: bytes) -> None:
 
 
 class Inner:
-    """What stands behind: notes what it is fed."""
+    """What stands behind, and the leg: notes what it is fed."""
 
     def __init__(self) -> None:
         self.data = b""
         self.ends = 0
+        self.is_open = True
 
     def feed(self, data: bytes) -> None:
         self.data += data
@@ -99,7 +100,7 @@ def event(data: bytes) -> bytes:
 @pytest.mark.parametrize("cut", range(1, 60, 7))
 def test_a_stream_waits_for_prefill_and_is_merged_once(cut: int) -> None:
     inner, logprobs = Inner(), PromptLogprobs()
-    merging = MergingAnswering(inner, logprobs, is_stream=True)
+    merging = MergingAnswering(inner, inner, logprobs, is_stream=True)
     stream = event(item("[3]")) + b": ping\n\n" + event(b"[DONE]")
 
     merging.feed(stream[:cut])
@@ -115,7 +116,7 @@ def test_a_stream_waits_for_prefill_and_is_merged_once(cut: int) -> None:
 
 def test_a_stream_flows_once_prefill_is_done() -> None:
     inner, logprobs = Inner(), told(item("[1]"))
-    merging = MergingAnswering(inner, logprobs, is_stream=True)
+    merging = MergingAnswering(inner, inner, logprobs, is_stream=True)
     merging.prefill_is_done()
 
     for piece in (b"dat", b"a: " + item("[3]"), b"\n\n"):
@@ -128,7 +129,7 @@ def test_a_stream_flows_once_prefill_is_done() -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_whole_answer_is_merged_as_a_whole(is_first: bool) -> None:
     inner, logprobs = Inner(), told(item("[1]"))
-    merging = MergingAnswering(inner, logprobs, is_stream=False)
+    merging = MergingAnswering(inner, inner, logprobs, is_stream=False)
 
     if is_first:
         merging.prefill_is_done()
@@ -146,7 +147,7 @@ def test_a_whole_answer_is_merged_as_a_whole(is_first: bool) -> None:
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_what_is_too_much_to_hold_goes_on_as_it_is(is_stream: bool) -> None:
     inner, logprobs = Inner(), PromptLogprobs()
-    merging = MergingAnswering(inner, logprobs, is_stream=is_stream)
+    merging = MergingAnswering(inner, inner, logprobs, is_stream=is_stream)
     piece = b"x" * (HELD_BYTES_MAX // 4)
 
     for _ in range(6):

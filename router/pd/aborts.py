@@ -88,7 +88,7 @@ class Aborts:
 class DecodeWatch:
     """Listens to one decode leg: what was sent of it, and whether its engine must be told."""
 
-    __slots__ = ("_aborts", "_authorization", "_rid", "has_error", "was_sent")
+    __slots__ = ("_aborts", "_authorization", "_rid", "has_error", "succeeded", "was_sent")
 
     def __init__(self, aborts: Aborts, rid: str | None, authorization: bytes | None) -> None:
         self._aborts = aborts
@@ -98,12 +98,15 @@ class DecodeWatch:
         self.was_sent = False
         #: It has answered with an error: its word is final, and there is nothing to abort.
         self.has_error = False
+        #: It has said all it had to say.
+        self.succeeded = False
 
     def on_edge(self, leg: Leg, edge: Edge) -> None:
         """Listener of the leg's machine."""
         if edge.target is LegState.WAITING:
             self.was_sent = True
-        elif edge.leaves and self._rid is not None and self._is_unfinished(leg, edge):
+        self.succeeded = self.succeeded or edge.target is LegState.SUCCEEDED
+        if edge.leaves and self._rid is not None and self._is_unfinished(leg, edge):
             self._aborts.post(leg.worker, self._rid, self._authorization)
 
     def _is_unfinished(self, leg: Leg, edge: Edge) -> bool:

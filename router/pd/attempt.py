@@ -162,14 +162,19 @@ class PairAttempt:
         self.reservation.release(self.exchange.now)
         if self.prefill is not None:
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
-            self.prefill.leave(closes=self.orders.is_serial or is_unmatched)
+            self.prefill.leave(
+                closes=self.orders.is_serial or is_unmatched,
+                lost_decode=self.watch.was_sent and not self.watch.succeeded,
+            )
 
-    def on_decode_head(self, status: int, answering: Answering, *, is_stream: bool) -> Answering:
+    def on_decode_head(self, leg: Leg, status: int, answering: Answering) -> Answering:
         """Decode has answered. With an error it has the last word, whatever prefill says."""
         self.watch.has_error = not 200 <= status < 300
         if self.logprobs is None or self.watch.has_error:
             return answering
-        self._merging = merging = MergingAnswering(answering, self.logprobs, is_stream=is_stream)
+        self._merging = merging = MergingAnswering(
+            answering, leg, self.logprobs, is_stream=leg.is_stream
+        )
         if self.prefill is not None and not self.prefill.leg.is_open:
             merging.prefill_is_done()
         return merging

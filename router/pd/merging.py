@@ -7,12 +7,22 @@ goes on from there as it would have before; until then nothing counts as a first
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from router.answering import Answering
 from router.pd.logprobs import PromptLogprobs
 from router.sse import EventReader, EventTooLarge, data_of
 
 #: More than this is passed on as it is: memory comes before completeness.
 HELD_BYTES_MAX = 16 * 1024 * 1024
+
+
+class Leg(Protocol):
+    """The decode leg, as far as it matters here."""
+
+    @property
+    def is_open(self) -> bool:
+        """Not in a final state."""
 
 
 class MergingAnswering:
@@ -24,13 +34,17 @@ class MergingAnswering:
         "_held",
         "_inner",
         "_is_known",
+        "_leg",
         "_logprobs",
         "_passes",
         "_size",
     )
 
-    def __init__(self, inner: Answering, logprobs: PromptLogprobs, *, is_stream: bool) -> None:
+    def __init__(
+        self, inner: Answering, leg: Leg, logprobs: PromptLogprobs, *, is_stream: bool
+    ) -> None:
         self._inner = inner
+        self._leg = leg
         self._logprobs = logprobs
         #: None: the answer is merged as a whole.
         self._events = EventReader(HELD_BYTES_MAX) if is_stream else None
@@ -71,7 +85,7 @@ class MergingAnswering:
             data = self._merged(data)
         if data:
             self._inner.feed(data)
-        if self._ended:
+        if self._ended and self._leg.is_open:  # what was fed may have been the end of it
             self._inner.end()
 
     def _merged(self, data: bytes) -> bytes:

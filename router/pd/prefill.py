@@ -31,6 +31,12 @@ from router.waking import Waker
 _log = structlog.get_logger("baton")
 
 
+#: What an engine says of a prefill whose decode has gone: SGLang 0.5.23 fails it with a 500 as soon
+#: as decode is aborted. That is no fault of the worker's, or three clients that leave early would
+#: open its breaker.
+_OF_A_LOST_DECODE = frozenset({"erred", "lied"})
+
+
 class Waiting(Protocol):
     """The attempt that a prefill belongs to."""
 
@@ -59,6 +65,7 @@ class Prefill:
         "_held",
         "_is_telling",
         "_listener",
+        "_lost_decode",
         "_reactor",
         "_reading",
         "_seconds",
@@ -94,6 +101,8 @@ class Prefill:
         self._reading: Reading | None = None
         self._held: Verdict | None = None
         self._is_telling = False
+        #: Its decode was given up, or failed.
+        self._lost_decode = False
         #: What a callback has raised, for this leg's task to raise.
         self._bug: Exception | None = None
         self._waker = Waker()
@@ -113,9 +122,10 @@ class Prefill:
         finally:
             self.leg.let_go("aborted")
 
-    def leave(self, *, closes: bool) -> None:
+    def leave(self, *, closes: bool, lost_decode: bool) -> None:
         """The attempt is over. The leg runs on by itself, unless it has nothing to protect."""
         self._waiting = None
+        self._lost_decode = lost_decode
         if closes:
             self.leg.let_go("aborted")
             self._waker.wake()
@@ -172,6 +182,11 @@ class Prefill:
 
     def _conclude(self, verdict: Verdict) -> None:
         """The leg's own end first, then its attempt."""
+        is_followed = self._lost_decode and verdict is not self._held
+        if is_followed and verdict.fact in _OF_A_LOST_DECODE:
+            self.leg.let_go("aborted")
+            self._waker.wake()
+            return
         self.leg.fire(verdict.fact)
         self._waker.wake()
         if verdict is not self._held:
