@@ -163,6 +163,8 @@ def _add(arguments: argparse.Namespace, api: Api) -> str:
         body["group"] = spec.group
     if spec.bootstrap_port is not None:
         body["bootstrap_port"] = spec.bootstrap_port
+    if spec.dp_size != 1:
+        body["dp_size"] = spec.dp_size
     api.ask("POST", "/v1/workers", body)
     return f"{spec.id}: added"
 

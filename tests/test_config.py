@@ -339,6 +339,8 @@ def test_what_a_url_leaves_out_is_filled_in(url: str, host: str, port: int, id: 
         ("http://h,engine=tgi", "engine must be one of"),
         ("http://h,bootstrap_port=x", "bootstrap_port must be a whole number"),
         ("http://h,bootstrap_port=70000", "bootstrap_port must be from 1 to 65535"),
+        ("http://h,dp_size=x", "dp_size must be a whole number"),
+        ("http://h,dp_size=0", "dp_size must be from 1 to 4096"),
         ("nats:w1", "not available yet in this version"),
     ],
 )
@@ -367,6 +369,13 @@ def test_a_number_after_a_prefill_url_is_its_bootstrap_port() -> None:
     assert [spec.bootstrap_port for spec in settings.prefill] == [8998, None, 8999]
     assert {spec.role for spec in settings.prefill} == {"prefill"}
     assert load_settings({}, {"BATON_PREFILL": " ".join(typed)}) == settings
+
+
+def test_the_port_of_a_prefill_may_be_said_to_be_none() -> None:
+    """SMG's spelling: the engine's own setting counts."""
+    settings = load_settings({"prefill": ["http://a:1", "none", "http://b:2", "8999"]}, {})
+
+    assert [spec.bootstrap_port for spec in settings.prefill] == [None, 8999]
 
 
 @pytest.mark.parametrize(
