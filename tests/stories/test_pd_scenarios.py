@@ -667,6 +667,7 @@ def test_29_a_prefill_of_200_megabytes_is_read_in_little_memory(is_stream: bool)
 #### 30: all at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_30_a_soak_of_faults(seed: int) -> None:
     """Every leg booked once, nothing left over; what is checked after every run is checked here."""
