@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from tests.real import places
 from tests.real.calls import get, post
 from tests.real.processes import free_port, kill_session, session, titled, wait_ready
 
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 CONTEXT = "2048"
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -83,8 +83,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def vllm(*flags: str) -> Iterator[Engine]:
-    """vLLM; its /load counts the requests whose clients are still there."""
+def vllm(*flags: str, settings: Mapping[str, str] | None = None) -> Iterator[Engine]:
+    """vLLM; its /load counts the requests whose clients are still there.
+
+    `settings` are more of its environment; with them it is half of a pair.
+    """
     venv = _there(places.VLLM_VENV)
     port = free_port()
     command: list[str | Path] = [
@@ -99,14 +102,18 @@ def vllm(*flags: str) -> Iterator[Engine]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",
+        **(settings or {}),
     }
     with _engine("vllm", port, command, environment, "EngineCore", _vllm_requests) as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def sglang(*flags: str) -> Iterator[Engine]:
-    """SGLang; its /v1/loads counts what its scheduler holds."""
+def sglang(*flags: str, settings: Mapping[str, str] | None = None) -> Iterator[Engine]:
+    """SGLang; its /v1/loads counts what its scheduler holds.
+
+    `settings` are more of its environment; with them it is half of a pair.
+    """
     venv = _there(places.SGLANG_VENV)
     port = free_port()
     command: list[str | Path] = [
@@ -114,13 +121,21 @@ def sglang(*flags: str) -> Iterator[Engine]:
         *("--model-path", places.MODEL, "--served-model-name", places.MODEL_NAME),
         *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"),
         *("--context-length", CONTEXT, "--max-total-tokens", "16384"),
-        *("--max-running-requests", "8", "--mem-fraction-static", "0.05"),
+        *("--max-running-requests", "8", "--mem-fraction-static", "0.3"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
         *("--skip-server-warmup", *flags),
     ]
-    environment = {**OFFLINE, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-    with _engine("sglang", port, command, environment, "scheduler", _sglang_requests) as engine:
+    environment = {
+        **OFFLINE,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        **(settings or {}),
+    }
+    is_alone = settings is None
+    with _engine(
+        "sglang", port, command, environment, "scheduler", _sglang_requests, is_alone=is_alone
+    ) as engine:
         yield engine
 
 
@@ -135,19 +150,27 @@ def _engine(
     environment: dict[str, str],
     core: str,
     requests: Callable[[int], int],
+    *,
+    is_alone: bool = True,
 ) -> Iterator[Engine]:
     name = f"{kind}-{port}"
+    # Half of a pair computes nothing alone, and says by its health that it has begun.
+    is_ready = _computes if is_alone else _is_well
     with session(name, command, environment) as process:
-        wait_ready(name, process, lambda: _computes(port), START_SECONDS)
+        wait_ready(name, process, lambda: is_ready(port), START_SECONDS)
         yield Engine(kind, port, process, core, requests)
 
 
 def _computes(port: int) -> bool:
     """Whether a whole request succeeds: a health endpoint may answer before the model does."""
-    if get(port, "/health").status != 200:
+    if not _is_well(port):
         return False
     body = {"model": places.MODEL_NAME, "prompt": "a", "max_tokens": 1}
     return post(port, "/v1/completions", body).status == 200
+
+
+def _is_well(port: int) -> bool:
+    return get(port, "/health").status == 200
 
 
 def _vllm_requests(port: int) -> int:
