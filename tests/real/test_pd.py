@@ -39,6 +39,13 @@ BODIES: dict[str, tuple[str, Object]] = {
     "token ids": (TEXT, completion("def main(", max_tokens=40, return_token_ids=True)),
     "long text": (TEXT, completion("class Foo", max_tokens=LONG_TOKENS, ignore_eos=True)),
 }
+GENERATE = "/generate"
+LOGPROBS: Object = {
+    "text": "def main(",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
 STREAMED = pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
 #: What the engines need by themselves, from the facts of their versions.
 OWN = {
@@ -94,10 +101,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def right(kind: str) -> dict[tuple[str, bool], Answer]:
     """What a single engine of the kind says."""
+    bodies = dict(BODIES)
+    if kind == "sglang":
+        bodies["logprobs"] = (GENERATE, LOGPROBS)
     with ENGINES[kind]() as engine:
         return {
             (name, stream): post(engine.port, path, {**body, "stream": stream})
-            for name, (path, body) in BODIES.items()
+            for name, (path, body) in bodies.items()
             for stream in (True, False)
         }
 
@@ -120,6 +130,22 @@ def test_a_pair_says_what_one_engine_says(
 
     assert (answer.status, answer.whole) == (200, True)
     assert _said(answer) == _said(right[name, stream])
+
+
+@STREAMED
+def test_logprobs_of_the_prompt(
+    pair: Pair, kind: str, right: dict[tuple[str, bool], Answer], stream: bool
+) -> None:
+    """Prefill has those of the prompt, decode those of the answer."""
+    if kind != "sglang":
+        pytest.skip("/generate is SGLang's own")
+    with pair.routed() as port:
+        answer = post(port, GENERATE, {**LOGPROBS, "stream": stream})
+
+    found, wanted = _meta_infos(answer), _meta_infos(right["logprobs", stream])
+    for name in ("input_token_logprobs", "output_token_logprobs"):
+        assert found[-1][name] == wanted[-1][name]
+    assert all(each["input_token_logprobs"] == found[-1]["input_token_logprobs"] for each in found)
 
 
 def test_many_at_once(pair: Pair, right: dict[tuple[str, bool], Answer]) -> None:
@@ -283,6 +309,14 @@ def _text(answer: Answer) -> Json:
     said = merged(answer.events())
     assert isinstance(said, dict)
     return {name: value for name, value in said.items() if name.startswith("choice")}
+
+
+def _meta_infos(answer: Answer) -> list[Object]:
+    """What every event, or the whole answer, tells beside its text."""
+    whole = answer.events() or [answer.body]
+    loaded = [_object(json.loads(each)) for each in whole if each != b"[DONE]"]
+    found = [each["meta_info"] for each in loaded if isinstance(each, dict)]
+    return [each for each in found if isinstance(each, dict)]
 
 
 def _object(loaded: object) -> Json:

@@ -331,6 +331,18 @@ def test_14_decodes_error_is_final(code: int, stream: bool) -> None:
 
 
 @STREAMED
+@pytest.mark.parametrize("code", [400, 500])
+def test_15_decodes_error_stays_whole(code: int, stream: bool) -> None:
+    """Prefill fails between the two halves of its body."""
+    decode = f"errorhead:{code}@1,errorrest:{code}@3"
+
+    result = run("400@2", decode, Client(stream=stream))
+
+    assert (result.one.status, result.one.json) == (code, error_body(code))
+    assert result.one.ended_at == pytest.approx(3)
+
+
+@STREAMED
 @pytest.mark.parametrize(
     ("prefill_at", "decode_at", "winner"), [(1.0, 1.0, "p"), (1.0, 0.999, "d"), (0.999, 1.0, "p")]
 )
