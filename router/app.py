@@ -34,7 +34,8 @@ from router.mover import Mover
 from router.probing import probe_forever
 from router.reactor import Listener, Reactor
 from router.serving import Serving
-from router.sockets import Network, Socket, TcpNetwork, TlsTarget
+from router.sockets import Network, Socket, TlsTarget
+from router.tcp import TcpNetwork
 from router.ticket import Ticket
 from router.websocket import Feed
 from router.wires.client import PoolTransport

@@ -1,9 +1,10 @@
-"""The reactor: every client and worker socket, read and written by one Trio task.
+"""The reactor: every client and worker socket, read and written in passes between Trio's tasks.
 
-Sockets are non-blocking and registered once, edge-triggered, in a private epoll. One ordinary
-task of the root nursery drains it, a bounded number of events a pass, and calls the channels'
-callbacks, which are synchronous. No channel, cancel scope or task switch is paid per event;
-lifetimes stay what they are in Trio, because a channel never outlives the task that owns it.
+Sockets are non-blocking and registered once, edge-triggered, in a private epoll. It is drained a
+bounded number of events a pass, in Trio's idle moments (`router.idling`) or, where these cannot be
+had, by an ordinary task; a pass calls the channels' callbacks, which are synchronous. No channel,
+cancel scope or task switch is paid per event; lifetimes stay what they are in Trio, because a
+channel never outlives the task that owns it.
 
 Rules that keep it safe, each with a test:
 
@@ -29,6 +30,7 @@ from typing import cast
 import trio
 
 from router.channel import RECV_BYTES, Channel, Rank
+from router.idling import Idling
 from router.sockets import (
     Address,
     Listening,
@@ -168,6 +170,7 @@ class Reactor:
     # The three tasks; each runs whole passes, so it does not matter which of them comes first
 
     async def _drain(self) -> None:
+        await Idling(self, self.network).run()
         while True:
             await self.network.wait()
             self.turn()
@@ -187,17 +190,25 @@ class Reactor:
             self.turn()
             self.sweeper.sweep(self.now)
 
-    def turn(self) -> None:
-        """One pass: what is ready now, in the fixed order."""
-        self.now = trio.current_time()
+    def nearest(self) -> float | None:
+        """The nearest deadline that something is armed with."""
+        return self.sweeper.nearest()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """One pass: what is ready now or within `seconds`, in the fixed order."""
         ready: list[tuple[int, Channel | Listener, int]] = []
         if self._again:
+            seconds = 0.0
             again, self._again = self._again, []
             for it in again:
                 it.in_next_pass = False
                 ready.append((it.rank, it, -1))
         # The network returns what `register` was given, and we give it nothing else.
-        found = cast("Sequence[tuple[Channel | Listener, int]]", self.network.poll(EVENTS_PER_PASS))
+        found = cast(
+            "Sequence[tuple[Channel | Listener, int]]",
+            self.network.poll(EVENTS_PER_PASS, seconds),
+        )
+        self.now = trio.current_time()
         for owner, events in found:
             ready.append((owner.rank, owner, events))
         if len(ready) > 1:

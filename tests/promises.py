@@ -34,8 +34,8 @@ def watch_passes(app: App) -> None:
     turn = app.reactor.turn
     passes: Counter[float] = Counter()
 
-    def checked_turn() -> None:
-        turn()
+    def checked_turn(seconds: float = 0.0) -> None:
+        turn(seconds)
         passes[app.reactor.now] += 1
         assert passes[app.reactor.now] < PASSES_MAX, f"no end of passes at {app.reactor.now}"
         for ticket, exchange in app.serving.live.items():

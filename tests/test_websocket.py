@@ -12,7 +12,8 @@ from router.app import App
 from router.config import Settings
 from router.logs import configure
 from router.sim import SimEngine, SimSettings
-from router.sockets import Network, TcpNetwork
+from router.sockets import Network
+from router.tcp import TcpNetwork
 from router.websocket import Feed, Transition, Watcher
 from router.workerspec import WorkerSpec
 from statemachines import REQUEST as CHART
