@@ -24,7 +24,6 @@ Rules that keep it safe, each with a test:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import cast
 
 import trio
@@ -42,13 +41,18 @@ from router.waking import Sweeper, Waker
 
 __all__ = ["RECV_BYTES", "Channel", "Listener", "Rank", "Reactor"]
 
-_BY_RANK = itemgetter(0)
+#: Instead of events: the network says nothing new, but there may be more to read.
+_AGAIN = 0
 #: Events taken from the network in one pass, so that Trio's other tasks get their turn.
 EVENTS_PER_PASS = 512
 #: Connections accepted in one pass, for the same reason.
 ACCEPTS_PER_PASS = 128
 #: After a failed accept.
 ACCEPT_AGAIN_SECONDS = 0.1
+
+
+def _rank(found: tuple[Channel | Listener, int]) -> int:
+    return found[0].rank
 
 
 class Listener:
@@ -196,30 +200,27 @@ class Reactor:
 
     def turn(self, seconds: float = 0.0) -> None:
         """One pass: what is ready now or within `seconds`, in the fixed order."""
-        ready: list[tuple[int, Channel | Listener, int]] = []
-        if self._again:
-            seconds = 0.0
-            again, self._again = self._again, []
+        again = self._again
+        if again:
+            self._again = []
             for it in again:
                 it.in_next_pass = False
-                ready.append((it.rank, it, -1))
         # The network returns what `register` was given, and we give it nothing else.
         found = cast(
             "Sequence[tuple[Channel | Listener, int]]",
-            self.network.poll(EVENTS_PER_PASS, seconds),
+            self.network.poll(EVENTS_PER_PASS, 0.0 if again else seconds),
         )
         self.now = trio.current_time()
+        if again or len(found) > 1:
+            found = [*((it, _AGAIN) for it in again), *found]
+            found.sort(key=_rank)
         for owner, events in found:
-            ready.append((owner.rank, owner, events))
-        if len(ready) > 1:
-            ready.sort(key=_BY_RANK)
-        for _, owner, events in ready:
             if owner.is_open:
                 try:
-                    if events < 0:
-                        owner.read()
-                    else:
+                    if events:
                         owner.ready(events)
+                    else:
+                        owner.read()
                 except Exception as error:
                     self._crash(owner, error)
 
