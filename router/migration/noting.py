@@ -111,6 +111,9 @@ class Noting(Judge):
             stopped_by = found[0].get("matched_stop") if found else None
             if type(stopped_by) is int:
                 record.tokens += 1
+            elif finish == "length" and self.engine == "sglang":
+                # It never clamps, so the budget is spent, also by tokens that had no text.
+                record.tokens = max(record.tokens, record.shape.budget or 0)
             record.is_miscounted = isinstance(stopped_by, str)
 
     def _meet_first(self, event: bytes, data: bytes) -> None:
