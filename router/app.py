@@ -87,7 +87,7 @@ class App:
             self._tls = _tls_context(settings)  # a file that is none must end the start
         self.metrics = Metrics(self)
         booking = Booking(self.metrics, self.feed, self.logs)
-        self.reactor = Reactor(self.network, self._on_reactor_bug)
+        self.reactor = Reactor(self.network, self._on_reactor_bug, self.logs.writer)
         self.fleet = Fleet(
             settings,
             worker_listeners=(booking.listener("worker"),),

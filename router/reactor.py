@@ -24,7 +24,7 @@ Rules that keep it safe, each with a test:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import trio
 
@@ -110,11 +110,35 @@ class Listener:
             self.listening.close()
 
 
-class Reactor:
-    """Drains the network and the deadlines; see the module's rules."""
+class Held(Protocol):
+    """What is said during a pass and written at its end."""
 
-    def __init__(self, network: Network, on_bug: Callable[[Exception], None]) -> None:
+    def hold(self) -> None:
+        """A pass begins."""
+
+    def release(self) -> None:
+        """It is over."""
+
+
+class _Nothing:
+    def hold(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class Reactor:
+    """Drains the network and the deadlines; see the module's rules.
+
+    `log` holds its lines during a pass, so that they cost one system call together.
+    """
+
+    def __init__(
+        self, network: Network, on_bug: Callable[[Exception], None], log: Held | None = None
+    ) -> None:
         self.network = network
+        self._log = log or _Nothing()
         self.sweeper = Sweeper(on_bug)
         #: Trio's clock at the start of the current pass, in seconds.
         self.now = 0.0
@@ -214,6 +238,9 @@ class Reactor:
         if again or len(found) > 1:
             found = [*((it, _AGAIN) for it in again), *found]
             found.sort(key=_rank)
+        if not found:
+            return
+        self._log.hold()
         for owner, events in found:
             if owner.is_open:
                 try:
@@ -223,6 +250,7 @@ class Reactor:
                         owner.read()
                 except Exception as error:
                     self._crash(owner, error)
+        self._log.release()
 
     def _crash(self, owner: Channel | Listener, error: Exception) -> None:
         try:

@@ -269,7 +269,7 @@ class Serving:
         first_seconds = None if first is None else first - ticket.started_at
         self.metrics.request_ended(
             route=ticket.route,
-            outcome=ticket.state.value,
+            outcome=ticket.state,
             seconds=seconds,
             first_token_seconds=first_seconds,
         )
@@ -278,7 +278,7 @@ class Serving:
             route=ticket.route,
             worker=None if ticket.worker is None else ticket.worker.id,
             attempts=ticket.attempts,
-            state=ticket.state.value,
+            state=ticket.state,
             status=ticket.status,
             prompt_tokens=ticket.prompt_tokens,
             completion_tokens=ticket.completion_tokens,
