@@ -27,6 +27,7 @@ from router.booking import Booking
 from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
+from router.connection import Connection
 from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
@@ -230,7 +231,8 @@ class App:
     def _accepted(self, sock: Socket) -> None:
         assert self._front is not None
         channel = ClientChannel(self.reactor, sock, self._limits)
-        self._front.start_soon(self.serving.serve_connection, channel, self._api.answer)
+        connection = Connection(channel, self.serving, self._api.answer)
+        self._front.start_soon(connection.serve)
 
     # Workers
 

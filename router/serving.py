@@ -1,16 +1,15 @@
-"""One request's life, in Trio: choose a worker, attend to the attempt, conclude.
+"""One request's life: choose a worker, send, conclude.
 
-Each client connection is one task of the front's nursery. For every call it makes a ticket and an
-exchange and then does what the state of the ticket asks for, until the state is final: it chooses
-in `queued` and `migrating`, and is parked in all the others, where the reactor's callbacks feed
-facts to the machine and leaving a scope wakes the task. What a request holds is released here, in
-one place, however it ends.
+For every proxied call a ticket and an exchange are made. In `queued` and `migrating` a worker is
+chosen: at once where the call was read, later by the connection's task (`router.connection`), which
+is woken when leaving a scope has brought the request there. In all other states the reactor's
+callbacks feed facts to the machine. What a request holds is released here, in one place, however
+it ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -22,9 +21,10 @@ from router.calls import Call
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
+from router.connection import shutting_down
 from router.errors import Refusal
 from router.exchange import Exchange
-from router.front import ClientChannel, Gone
+from router.front import ClientChannel
 from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
 from router.logs import Logs
@@ -34,10 +34,10 @@ from router.mover import Mover, log_move
 from router.moving import Moving
 from router.openai import Asked
 from router.reactor import Reactor
-from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call, route_of
+from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
-from router.websocket import WATCH_PATH, Feed
+from router.websocket import Feed
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
 from statemachines.request import RequestState
@@ -97,79 +97,36 @@ class Serving:
         self._book_request = self.booking.listener("request")
         self._leg_listeners = (self.booking.listener("leg"),)
 
-    # One connection
+    @property
+    def is_serving(self) -> bool:
+        """False once the router is going down."""
+        return self.house.state is RouterState.SERVING
 
-    async def serve_connection(
-        self, channel: ClientChannel, answer_locally: Callable[[ClientChannel, Call], None]
-    ) -> None:
-        """Serve the calls of one client connection until it ends. Closes it, also when cancelled.
+    def begin(self, channel: ClientChannel, call: Call, route: Route) -> None:
+        """Make the request of a proxied call, and send it if its turn has come.
 
-        `answer_locally` answers whatever is not proxied.
-        """
-        self.channels.add(channel)
-        try:
-            while True:
-                call = await channel.next_call()
-                if self.house.state is not RouterState.SERVING:
-                    call.keep_alive = False  # so that a drain is not held up by idle clients
-                if call.refusal is not None:
-                    channel.refuse(call.refusal, request_id_of(call.headers))
-                    channel.finish_call()
-                elif call.wants_websocket and call.path == WATCH_PATH and self.may_watch(call):
-                    stream, unread = channel.take_over()
-                    await self.feed.serve(stream, call, unread)
-                    return
-                elif call.method == "POST" and (route := route_of(call.path)) is not None:
-                    await self.serve_call(channel, call, route)
-                else:
-                    answer_locally(channel, call)
-                    channel.finish_call()
-        except Gone:
-            await channel.wait_closed()
-        except Exception as error:
-            self._meet_bug(error, "request")
-            if channel.is_open and channel.current is not None and not channel.reply_begun:
-                channel.current.keep_alive = False
-                channel.refuse(_own_failure())
-                channel.end()
-                await channel.wait_closed()
-        finally:
-            self.channels.discard(channel)
-            channel.close()
-
-    # One call
-
-    async def serve_call(self, channel: ClientChannel, call: Call, route: Route) -> None:
-        """Serve one proxied call to its final state; the reply is written or cut on return.
-
-        The request is concluded where its last fact is fired, mostly in a callback of the reactor,
-        and this task stays parked until there is something for it to do: the next call, or the
-        end of the connection.
+        The request is concluded where its last fact is fired, mostly in a callback of the reactor.
         """
         asked = self._refusal_of_key(call) or read_call(call, route)
-        refusal = asked if isinstance(asked, Refusal) else None
-        read = Asked() if isinstance(asked, Refusal) else asked
-        exchange = self._open(channel, call, route, read)
-        ticket, waker, holding = exchange.ticket, channel.waker, self.admission.holding
-        try:
-            if refusal is not None:
-                exchange.fire("refused", Failure(refusal))
-            else:
-                self._admit(exchange)
-            while not ticket.is_over:
-                if ticket.state is RequestState.QUEUED and exchange in holding:
-                    self._dispatch(exchange)
-                elif ticket.state is RequestState.MIGRATING:
-                    await self._move(exchange)
-                else:
-                    await waker.wait()
-        except Exception as error:
-            self._meet_bug(error, "request")
-            if not ticket.is_over:
-                exchange.fire("crashed", Failure(_own_failure()))
-        finally:
-            if not ticket.is_over:  # cancelled: the router is going down
-                exchange.fire("shut_down", Failure(_shutting_down()))
+        if isinstance(asked, Refusal):
+            exchange = self._open(channel, call, route, Asked())
+            exchange.fire("refused", Failure(asked))
+            return
+        exchange = self._open(channel, call, route, asked)
+        self._admit(exchange)
+        if exchange in self.admission.holding:
+            self._dispatch(exchange)
+
+    async def advance(self, exchange: Exchange) -> bool:
+        """Choose again, or move; False where the request waits for something."""
+        state = exchange.ticket.state
+        if state is RequestState.QUEUED and exchange in self.admission.holding:
+            self._dispatch(exchange)
+        elif state is RequestState.MIGRATING:
+            await self._move(exchange)
+        else:
+            return False
+        return True
 
     def owes_bytes(self) -> bool:
         """A client has not yet taken all of an answer."""
@@ -196,7 +153,7 @@ class Serving:
         self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             if not exchange.ticket.is_over:
-                exchange.fire("shut_down", Failure(_shutting_down()))
+                exchange.fire("shut_down", Failure(shutting_down()))
         for channel in list(self.channels):
             if channel.backlog_bytes:
                 channel.end()
@@ -289,8 +246,8 @@ class Serving:
     # Queued
 
     def _admit(self, exchange: Exchange) -> None:
-        if self.house.state is not RouterState.SERVING:
-            exchange.fire("refused", Failure(_shutting_down()))
+        if not self.is_serving:
+            exchange.fire("refused", Failure(shutting_down()))
         elif not self.admission.enter(exchange, exchange.channel.waker.wake):
             refusal = Refusal("queue_full", "Too many requests are waiting.", retry_after=1)
             exchange.fire("refused", Failure(refusal))
@@ -403,7 +360,8 @@ class Serving:
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
 
-    def _meet_bug(self, error: Exception, place: str) -> None:
+    def meet_bug(self, error: Exception, place: str) -> None:
+        """Write a bug of ours down."""
         self.metrics.internal_error(place)
         _log.error("internal_error", place=place, exc_info=error)
 
@@ -418,11 +376,3 @@ def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> 
         len(body),
     )
     return head + body
-
-
-def _own_failure() -> Refusal:
-    return Refusal("internal_error", "The router has failed; this is a bug in it.")
-
-
-def _shutting_down() -> Refusal:
-    return Refusal("shutting_down", "The router is shutting down.", retry_after=1)
