@@ -230,9 +230,14 @@ class App:
 
     def _accepted(self, sock: Socket) -> None:
         assert self._front is not None
-        channel = ClientChannel(self.reactor, sock, self._limits)
+        try:
+            channel = ClientChannel(self.reactor, sock, self._limits)
+        except Exception:
+            sock.close()
+            raise
         connection = Connection(channel, self.serving, self._api.answer)
-        self._front.start_soon(connection.serve)
+        # A background task, too: whatever goes wrong in it ends nothing else.
+        self._front.start_soon(self._in_background, connection.serve)
 
     # Workers
 

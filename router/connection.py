@@ -14,13 +14,12 @@ from typing import Protocol
 
 from attrs import define
 
+from router.bugs import Bugs
 from router.calls import Call
-from router.errors import Refusal
 from router.exchange import Exchange
 from router.front import ClientChannel
 from router.headers import request_id_of
 from router.routes import Route, route_of
-from router.ticket import Failure
 from router.websocket import WATCH_PATH, Feed
 
 AnswerLocally = Callable[[ClientChannel, Call], None]
@@ -31,6 +30,7 @@ class Calls(Protocol):
 
     channels: set[ClientChannel]
     feed: Feed
+    bugs: Bugs
 
     @property
     def is_serving(self) -> bool:
@@ -45,8 +45,8 @@ class Calls(Protocol):
     def may_watch(self, call: Call) -> bool:
         """Whether this call may see what goes on."""
 
-    def meet_bug(self, error: Exception, place: str) -> None:
-        """Write a bug of ours down."""
+    def end(self, exchange: Exchange) -> None:
+        """The router is going down: end a request. Does not raise."""
 
 
 @define(eq=False)
@@ -70,7 +70,7 @@ class Connection:
                     self._meet_bug(error)
         finally:
             if (exchange := self._exchange) is not None:  # cancelled: the router is going down
-                exchange.fire("shut_down", Failure(shutting_down()))
+                self.calls.end(exchange)
             self.calls.channels.discard(channel)
             channel.close()
 
@@ -107,13 +107,24 @@ class Connection:
             channel.refuse(call.refusal, request_id_of(call.headers))
             channel.finish_call()
         elif call.wants_websocket and call.path == WATCH_PATH and calls.may_watch(call):
-            stream, unread = channel.take_over()
-            await calls.feed.serve(stream, call, unread)
+            await self._show(call)
         elif (route := self._route_of(call)) is not None:
             calls.begin(channel, call, route)
         else:
             self.answer_locally(channel, call)
             channel.finish_call()
+
+    async def _show(self, call: Call) -> None:
+        """Let a watcher see what goes on, once it has taken all of the answers before."""
+        channel = self.channel
+        while channel.backlog_bytes and channel.is_open:
+            await channel.waker.wait()
+        if channel.is_open:
+            stream, unread = channel.take_over()
+            try:
+                await self.calls.feed.serve(stream, call, unread)
+            except* Exception as bugs:  # beside a cancellation, too, which goes on
+                self.calls.bugs.met(bugs)
 
     def _route_of(self, call: Call) -> Route | None:
         """Where a call goes that is for a worker."""
@@ -123,29 +134,12 @@ class Connection:
 
     def _meet_bug(self, error: Exception) -> None:
         """End what is being served, and nothing else."""
-        channel, exchange = self.channel, self._exchange
+        channel, bugs, served = self.channel, self.calls.bugs, self.channel.watcher
         was_closing = channel.closing
-        try:
-            self.calls.meet_bug(error, "request")
-            if exchange is not None:
-                exchange.fire("crashed", Failure(own_failure()))
-            elif channel.is_open and channel.current is not None and not channel.reply_begun:
-                channel.current.keep_alive = False
-                channel.refuse(own_failure())
-                channel.end()
-        except Exception as second:
-            self.calls.meet_bug(second, "request")
-            channel.close()
-        is_ended = exchange is not None and channel.current is None
-        if was_closing or not (is_ended or channel.closing):
-            channel.close()  # nobody can tell what state it is in
-
-
-def own_failure() -> Refusal:
-    """A bug of ours, told to a client."""
-    return Refusal("internal_error", "The router has failed; this is a bug in it.")
-
-
-def shutting_down() -> Refusal:
-    """The end of the process, told to a client."""
-    return Refusal("shutting_down", "The router is shutting down.", retry_after=1)
+        if isinstance(served, Exchange):
+            bugs.met_in(served, error)
+        else:
+            bugs.met(error)
+            bugs.apologise(channel)
+        if was_closing:
+            channel.close()  # again, while it was ending: there may be no end of this

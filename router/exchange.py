@@ -68,6 +68,9 @@ class Observer(Protocol):
     def completed_locally(self, reason: str) -> None:
         """The end of a stream was written here."""
 
+    def crashed(self, exchange: Exchange, error: Exception) -> None:
+        """A bug of ours was met in this request, which may be over by now."""
+
 
 @define(eq=False)
 class Exchange:
@@ -113,10 +116,10 @@ class Exchange:
         if not leaves:
             return
         if "attempt" in leaves:
-            leg, self.leg = self.leg, None
             self._answering = None
-            if leg is not None:
-                leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
+            if self.leg is not None:
+                self.leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
+                self.leg = None
         if "request" in leaves:
             if self.asking is not None:
                 self.asking.cancel(reason="the request is over")
@@ -328,7 +331,8 @@ class Exchange:
             self.channel.rearm()
 
     def on_crash(self, error: Exception) -> None:
-        self.channel.waker.throw(error)
+        # Told at once, and not through the task: it may be serving the next request by then.
+        self.observer.crashed(self, error)
 
     # Deadlines
 

@@ -113,7 +113,11 @@ class ClientChannel(Channel):
         #: The last byte of the reply was written, or is in the backlog.
         self._is_whole = False
         super().__init__(reactor, sock, Rank.CLIENT, connecting=False)
-        self._arm()
+        try:
+            self._arm()
+        except Exception:
+            reactor.forget(self)  # whoever made the socket closes it
+            raise
 
     # For the task of this connection
 
@@ -158,6 +162,7 @@ class ClientChannel(Channel):
 
     def take_over(self) -> tuple[trio.abc.HalfCloseableStream, bytes]:
         """Leave the reactor: the connection as a Trio stream, and what was read beyond the call."""
+        assert not self.backlog_bytes
         self.gone = True
         unread = self._reader.unread
         return self.reactor.network.stream_of(self.detach()), unread
@@ -317,6 +322,8 @@ class ClientChannel(Channel):
             self._slow = False
             if self.watcher is not None:
                 self.watcher.on_client_ready()
+        if self.watcher is None:
+            self._waker.wake()  # the task may wait for this, to take the connection over
 
     def closed(self) -> None:
         self.gone = True

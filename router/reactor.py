@@ -16,7 +16,7 @@ Rules that keep it safe, each with a test:
   buffer, is read again without waiting for an edge that may never come, but not before other
   tasks had their turn.
 * A callback cannot raise past the reactor. What it raises goes to `Channel.crashed`, whose owner
-  re-raises it in its own task.
+  ends the request it was raised in, at once.
 * Tasks are woken through `Waker`, which is idempotent and safe to call for a task that was
   cancelled in the meantime.
 """
@@ -158,8 +158,8 @@ class Reactor:
 
     def register(self, channel: Channel) -> None:
         """Watch a channel's socket for everything, edge-triggered, until `forget`."""
-        self._channels += 1
         self.network.register(channel.sock, channel)
+        self._channels += 1
 
     def forget(self, channel: Channel) -> None:
         """Stop watching; later events of this pass for it are dropped."""

@@ -17,11 +17,11 @@ from attrs import define, field
 
 from router.admission import Admission
 from router.booking import Booking
+from router.bugs import Bugs
 from router.calls import Call
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
-from router.connection import shutting_down
 from router.errors import Refusal
 from router.exchange import Exchange
 from router.front import ClientChannel
@@ -81,6 +81,7 @@ class Serving:
     #: Woken whenever the last live request has ended.
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
+    bugs: Bugs = field(init=False)
     _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
@@ -94,6 +95,7 @@ class Serving:
             keep_alive=settings.migration_keep_alive_secs,
         )
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
+        self.bugs = Bugs(self.metrics, self.live, self.ended, self.emptied, self.admission)
         self._book_request = self.booking.listener("request")
         self._leg_listeners = (self.booking.listener("leg"),)
 
@@ -141,7 +143,10 @@ class Serving:
         for exchange in list(self.live.values()):
             leg = exchange.leg
             if leg is not None and leg.worker is worker and self._has_other(exchange.ticket):
-                exchange.hand_back(leg)
+                try:
+                    exchange.hand_back(leg)
+                except Exception as error:
+                    self.bugs.met_in(exchange, error)
 
     def _has_other(self, ticket: Ticket) -> bool:
         """Some worker could take this request over; else it is best left where it is."""
@@ -153,12 +158,19 @@ class Serving:
         self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             if not exchange.ticket.is_over:
-                exchange.fire("shut_down", Failure(shutting_down()))
+                self.end(exchange)
         for channel in list(self.channels):
             if channel.backlog_bytes:
                 channel.end()
             elif not channel.closing:
                 channel.close()
+
+    def end(self, exchange: Exchange) -> None:
+        """The router is going down: end a request. Does not raise."""
+        try:
+            exchange.fire("shut_down", Failure(_shutting_down()))
+        except Exception as error:
+            self.bugs.met_in(exchange, error)
 
     def _open(self, channel: ClientChannel, call: Call, route: Route, asked: Asked) -> Exchange:
         ticket = Ticket(
@@ -247,7 +259,7 @@ class Serving:
 
     def _admit(self, exchange: Exchange) -> None:
         if not self.is_serving:
-            exchange.fire("refused", Failure(shutting_down()))
+            exchange.fire("refused", Failure(_shutting_down()))
         elif not self.admission.enter(exchange, exchange.channel.waker.wake):
             refusal = Refusal("queue_full", "Too many requests are waiting.", retry_after=1)
             exchange.fire("refused", Failure(refusal))
@@ -293,7 +305,7 @@ class Serving:
             self.metrics.breaker_overridden(worker.id)
             _log.warning("breaker_overridden", id=ticket.id, worker=worker.id)
         ticket.attempts += 1
-        leg = Leg(
+        leg = exchange.leg = Leg(
             id=f"{ticket.id}.{ticket.attempts}",
             worker=worker,
             role="mixed",
@@ -360,10 +372,9 @@ class Serving:
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
 
-    def meet_bug(self, error: Exception, place: str) -> None:
-        """Write a bug of ours down."""
-        self.metrics.internal_error(place)
-        _log.error("internal_error", place=place, exc_info=error)
+    def crashed(self, exchange: Exchange, error: Exception) -> None:
+        """A bug was met in this request, which may be over by now."""
+        self.bugs.met_in(exchange, error)
 
 
 def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
@@ -376,3 +387,7 @@ def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> 
         len(body),
     )
     return head + body
+
+
+def _shutting_down() -> Refusal:
+    return Refusal("shutting_down", "The router is shutting down.", retry_after=1)
