@@ -183,6 +183,10 @@ class Reactor:
             self._again.append(owner)
             self._nudge.wake()
 
+    def refresh(self) -> None:
+        """Bring `now` up to date: for a task that something else than the reactor has woken."""
+        self.now = trio.current_time()
+
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError when it fails at once."""
         return self.network.connect(address, tls)

@@ -140,6 +140,7 @@ class Serving:
 
     def hand_back(self, worker: Worker) -> None:
         """The drain window of a worker is over: its streams that can move go elsewhere."""
+        self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             leg = exchange.leg
             if leg is not None and leg.worker is worker and self._has_other(exchange.ticket):

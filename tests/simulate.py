@@ -27,7 +27,7 @@ from router.workerspec import WorkerSpec
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
-from tests.promises import check, everything_is_given_back, watch_passes
+from tests.promises import check, everything_is_given_back, watch_passes, watch_time
 from tests.scripted import ScriptedEngine
 
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
@@ -104,6 +104,7 @@ async def _prepare(world: trio.Nursery, plan: Plan) -> _Run:
     app = App(_settings(plan), network, logs)
     app.serving.chooser = make_chooser(app.settings.policy, random.Random(plan.luck))
     watch_passes(app)
+    watch_time(app)
     app.listen()
     return _Run(plan, network, engines, app, log)
 

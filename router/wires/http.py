@@ -428,8 +428,7 @@ class Pool:
         except OSError as error:
             upstream.answered.on_broken(f"no connection: {error}", connecting=True)
             return
-        # Not the reactor's time: a probe may be the first thing that happens in a minute.
-        until = trio.current_time() + self.connect_timeout_seconds
+        until = self.reactor.now + self.connect_timeout_seconds
         channel: WorkerChannel | None = None
         try:
             channel = WorkerChannel(self, sock, until)
