@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
+from functools import lru_cache
 
 import httptools
 from attrs import define, field, frozen
@@ -172,8 +173,7 @@ class CallReader:
     def on_headers_complete(self) -> None:
         call, parser = self._call, self._parser
         call.method = parser.get_method().decode()
-        call.target = target = _origin_form(b"".join(self._target))
-        call.path = target.partition(b"?")[0].decode("latin-1")
+        call.target, call.path = _split(b"".join(self._target))
         call.http_10 = parser.get_http_version() != "1.1"
         call.keep_alive = parser.should_keep_alive()
         self.reading = Reading.BODY
@@ -199,20 +199,25 @@ class CallReader:
 
     def _refusal_of_head(self, call: Call) -> Refusal | None:
         """What is wrong with a head, beyond its grammar."""
-        hosts = size = 0
-        for name, value in call.headers:
-            size += len(name) + len(value) + 4
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-length" and int(value) > self._limits.body_bytes_max:
-                return self._too_large_body()
-            elif name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
+        headers = call.headers
+        named = dict(headers)
+        if (
+            b"content-length" in named
+            and int(named[b"content-length"]) > self._limits.body_bytes_max
+        ):
+            return self._too_large_body()
+        for name, value in headers if b"transfer-encoding" in named else ():
+            if name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
                 return Refusal("bad_request", "The only transfer coding here is chunked.")
-            elif name == b"expect":
-                self.expects_continue = value.lower() == b"100-continue" and not call.http_10
+        if b"expect" in named:
+            self.expects_continue = named[b"expect"].lower() == b"100-continue" and not call.http_10
+        size = sum([len(name) + len(value) + 4 for name, value in headers])
         if size + len(call.target) > self._limits.head_bytes_max:
             return self._too_large_head()
-        if not call.http_10 and hosts != 1:
+        if not call.http_10 and (
+            b"host" not in named
+            or (len(named) != len(headers) and [name for name, _ in headers].count(b"host") != 1)
+        ):
             return Refusal("bad_request", "A request has exactly one Host header.")
         if call.http_10 and self._parser.get_http_version() != "1.0":
             return Refusal("bad_request", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
@@ -252,6 +257,13 @@ class CallReader:
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")
+
+
+@lru_cache(maxsize=256)
+def _split(target: bytes) -> tuple[bytes, str]:
+    """The target as it is passed on, and its path alone; clients ask for few of them."""
+    target = _origin_form(target)
+    return target, target.partition(b"?")[0].decode("latin-1")
 
 
 def _origin_form(target: bytes) -> bytes:

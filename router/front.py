@@ -1,7 +1,7 @@
 """The front: client connections, in the reactor.
 
 A `ClientChannel` hands what arrives to a `CallReader` and writes one reply at a time. Each
-connection has one Trio task, parked in `next_call` or wherever its request waits; the socket is
+connection has one Trio task (`router.connection`), which is parked while bytes pass; the socket is
 watched all that time, and a client that leaves or half-closes is reported at once. Requests that
 are pipelined are served in order, from what one read brought; no more is read until they are
 answered.
@@ -9,6 +9,7 @@ answered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -41,8 +42,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = frozenset({204, 304})
 
 
-class Gone(Exception):
-    """The client left while a call of its was being waited for or answered."""
+def _no() -> bool:
+    return False
 
 
 class Watcher(Protocol):
@@ -80,6 +81,7 @@ class ClientChannel(Channel):
         "_untaken",
         "_until_close",
         "_waker",
+        "begin_call",
         "current",
         "gone",
         "limits",
@@ -93,6 +95,8 @@ class ClientChannel(Channel):
         #: The call being served; its reply is the only one that may be written.
         self.current: Call | None = None
         self.watcher: Watcher | None = None
+        #: Begins the call that is next in line, in a callback; False leaves it to the task.
+        self.begin_call: Callable[[], bool] = _no
         self.gone = False
         self.reply_begun = False
         self.reply_chunked = False
@@ -109,24 +113,32 @@ class ClientChannel(Channel):
         #: The last byte of the reply was written, or is in the backlog.
         self._is_whole = False
         super().__init__(reactor, sock, Rank.CLIENT, connecting=False)
-        self._arm()
+        try:
+            self._arm()
+        except Exception:
+            reactor.forget(self)  # whoever made the socket closes it
+            raise
 
     # For the task of this connection
 
-    async def next_call(self) -> Call:
-        """The next request, whole. Raises Gone when there will be none. Cancellable."""
-        while not self.gone and not self._reader.calls:
-            await self._waker.wait()
-        if self.gone:
-            raise Gone  # calls that came behind one whose reply was cut are not served
+    @property
+    def has_call(self) -> bool:
+        """A call is there, and no other is being served.
+
+        Calls that came behind one whose reply was cut are not served.
+        """
+        return bool(self._reader.calls) and self.current is None and not self.gone
+
+    @property
+    def next_in_line(self) -> Call:
+        """The call that `take_call` would take."""
+        return self._reader.calls[0]
+
+    def take_call(self) -> Call:
+        """Serve the next call in line from now on."""
         self.current = call = self._reader.calls.popleft()
         self.reply_begun = False
         return call
-
-    async def wait_closed(self) -> None:
-        """Wait until the connection is closed, its lingering end included. Cancellable."""
-        while self.is_open:
-            await self._waker.wait()
 
     def finish_call(self) -> None:
         """The reply is written: on to the next call, or to the end of the connection."""
@@ -150,6 +162,7 @@ class ClientChannel(Channel):
 
     def take_over(self) -> tuple[trio.abc.HalfCloseableStream, bytes]:
         """Leave the reactor: the connection as a Trio stream, and what was read beyond the call."""
+        assert not self.backlog_bytes
         self.gone = True
         unread = self._reader.unread
         return self.reactor.network.stream_of(self.detach()), unread
@@ -269,7 +282,8 @@ class ClientChannel(Channel):
             # One call at a time: what else this read brought is kept, and no more is read.
             if self.current is not None or len(reader.calls) > 1 or reader.is_refused:
                 self.pause()
-            self._waker.wake()
+            if not self.has_call or not self.begin_call():
+                self._waker.wake()
         elif self.current is None:
             self._attend_to_reading(now)
 
@@ -308,6 +322,8 @@ class ClientChannel(Channel):
             self._slow = False
             if self.watcher is not None:
                 self.watcher.on_client_ready()
+        if self.watcher is None:
+            self._waker.wake()  # the task may wait for this, to take the connection over
 
     def closed(self) -> None:
         self.gone = True
@@ -317,11 +333,13 @@ class ClientChannel(Channel):
         self._half_close()
 
     def crashed(self, error: Exception) -> None:
-        watcher = self.watcher
-        if watcher is None:
+        if self.watcher is not None:
+            self.watcher.on_crash(error)
+        elif self.current is not None:
+            self._waker.throw(error)  # it could not even be begun
+        else:
             self.close()
             raise error
-        watcher.on_crash(error)
 
     def sweep(self, now: float) -> float | None:
         """Look at every deadline of this connection and of the call it serves."""

@@ -26,6 +26,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _NOT_TO_WORKERS = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_NOT_TO_WORKERS_IDENTITY = _NOT_TO_WORKERS | {b"accept-encoding"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-router-error-code"}
 _STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+/=-]{1,128}")
@@ -55,12 +56,10 @@ def to_worker(headers: Headers, *, identity: bool) -> bytes:
     With `identity` an unencoded answer is asked for, since events inside a compressed stream can
     neither be read nor judged.
     """
-    dropped = _named_by_connection(headers) or _NOT_TO_WORKERS
-    lines = [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in headers
-        if name not in dropped and not (identity and name == b"accept-encoding")
-    ]
+    dropped = _NOT_TO_WORKERS_IDENTITY if identity else _NOT_TO_WORKERS
+    if (named := _connection_tokens(headers)) is not None:
+        dropped = dropped | named
+    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
     if identity:
         lines.append(b"accept-encoding: identity\r\n")
     return b"".join(lines)
@@ -84,12 +83,9 @@ def lines_of(headers: Headers) -> bytes:
     return b"".join([b"%b: %b\r\n" % pair for pair in headers])
 
 
-def _named_by_connection(headers: Headers) -> frozenset[bytes] | None:
-    tokens = _connection_tokens(headers)
-    return None if tokens is None else _NOT_TO_WORKERS | tokens
-
-
 def _connection_tokens(headers: Headers) -> frozenset[bytes] | None:
+    if b"connection" not in dict(headers):
+        return None
     tokens: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":

@@ -26,6 +26,9 @@ class Observer(Protocol):
     def completed_locally(self, reason: str) -> None:
         """The end of a stream was written here."""
 
+    def crashed(self, exchange: Exchange, error: Exception) -> None:
+        """A bug of ours was met in this request, which may be over by now."""
+
 
 class Pair(Protocol):
     """The attempt on two workers that the leg is one half of."""

@@ -7,6 +7,7 @@ never lets a lying end through; `WholeAnswer` holds a unary answer until it is c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from router.migration.attempt import Attempt
@@ -41,6 +42,7 @@ class StreamRelay:
     __slots__ = (
         "_held",
         "_held_bytes",
+        "_is_another",
         "_reader",
         "ending",
         "error_event",
@@ -61,6 +63,8 @@ class StreamRelay:
         self.ending: Ending | None = None
         self.error_event = b""
         self._reader = EventReader(EVENT_BYTES_MAX)
+        # Bound once: most events of a stream need no more.
+        self._is_another: Callable[[bytes], bool] = judge.is_another
         self._held: list[bytes] = []
         self._held_bytes = 0
 
@@ -77,9 +81,13 @@ class StreamRelay:
 
     def feed(self, data: bytes) -> bytes:
         """What may be forwarded now. After an `ending` nothing more is read."""
-        self.progressed = False
         if self.ending is not None:
+            self.progressed = False
             return b""
+        if self.has_content and not self._reader.held and self._is_another(data):
+            self.progressed = True
+            return data
+        self.progressed = False
         try:
             events = self._reader.feed(data)
         except EventTooLarge:
@@ -168,6 +176,7 @@ class MovingRelay(StreamRelay):
         super().__init__(attempt)
         self.attempt = attempt
         self.released = resumed
+        self._is_another = _never  # the attempt must read every event, to record it
 
     @property
     def is_poisoned(self) -> bool:  # type: ignore[override]  # a constant for all others
@@ -205,6 +214,10 @@ class MovingRelay(StreamRelay):
         elif sign is not Sign.COMMENT:
             self._take_rarely(event, sign)
         return attempt.forward
+
+
+def _never(_event: bytes) -> bool:
+    return False
 
 
 class WholeAnswer:

@@ -23,22 +23,18 @@ class EventTooLarge(Exception):
 class EventReader:
     """Cuts a byte stream into complete events, holding at most `event_bytes_max` bytes."""
 
-    __slots__ = ("_held", "_searched", "event_bytes_max")
+    __slots__ = ("_searched", "event_bytes_max", "held")
 
     def __init__(self, event_bytes_max: int) -> None:
         self.event_bytes_max = event_bytes_max
-        self._held = b""
-        #: How far `_held` is known to hold no end of an event.
+        #: The beginning of an event that is not complete yet.
+        self.held = b""
+        #: How far `held` is known to hold no end of an event.
         self._searched = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the unfinished event."""
-        return len(self._held)
 
     def take_rest(self) -> bytes:
         """The bytes of an event that was never completed."""
-        rest, self._held = self._held, b""
+        rest, self.held = self.held, b""
         return rest
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -46,7 +42,7 @@ class EventReader:
 
         Raises EventTooLarge.
         """
-        if not self._held and data.endswith(b"\n\n") and b"\r" not in data:
+        if not self.held and data.endswith(b"\n\n") and b"\r" not in data:
             # What engines send: whole events, LF only.
             if data.count(b"\n\n") == 1:
                 return [data]
@@ -54,7 +50,7 @@ class EventReader:
         return self._feed_slowly(data)
 
     def _feed_slowly(self, data: bytes) -> list[bytes]:
-        held = self._held + data
+        held = self.held + data
         events: list[bytes] = []
         start = 0
         # The end of an event may straddle the cut: it is at most four bytes long.
@@ -66,9 +62,9 @@ class EventReader:
                 break  # half of a CRLF: its LF belongs to this event
             events.append(held[start : end.end()])
             start = position = end.end()
-        self._held = held[start:]
-        self._searched = len(self._held)
-        if len(self._held) > self.event_bytes_max:
+        self.held = held[start:]
+        self._searched = len(self.held)
+        if len(self.held) > self.event_bytes_max:
             raise EventTooLarge(f"an event is larger than {self.event_bytes_max} bytes")
         return events
 

@@ -28,7 +28,7 @@ from tests.memory import MemoryNetwork, MemoryStream
 from tests.neighbours import Neighbours
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
-from tests.promises import check, everything_is_given_back, watch_passes
+from tests.promises import check, everything_is_given_back, watch_passes, watch_time
 from tests.scripted import ScriptedEngine
 
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
@@ -109,6 +109,7 @@ async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
     app.serving.pairs.choose_by(random.Random(plan.luck))
     app.serving.pairs.rng = random.Random(plan.luck)
     watch_passes(app)
+    watch_time(app)
     app.listen()
     return Run(plan, network, engines, app, log)
 

@@ -47,6 +47,19 @@ def test_text_and_ids_are_what_was_delivered() -> None:
     assert (record.roles, record.can_continue) == ({0}, True)
 
 
+@pytest.mark.parametrize(("budget", "tokens"), [(5, 5), (None, 4)])
+def test_sglangs_word_that_the_budget_is_spent_counts_tokens_without_text(
+    budget: int | None, tokens: int
+) -> None:
+    one = attempt(engine="sglang", max_tokens=budget)
+    usage = {"prompt_tokens": 2, "completion_tokens": 4}
+    one.read(event({"delta": {"content": "abcd"}}, usage=usage))
+
+    one.read(event({"delta": {}, "finish_reason": "length", "matched_stop": None}))
+
+    assert one.record.tokens == tokens
+
+
 @pytest.mark.parametrize(
     "case, delta, reason",
     [

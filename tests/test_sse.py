@@ -23,7 +23,7 @@ def read(pieces: Sequence[bytes], *, event_bytes_max: int = 1 << 20) -> tuple[li
     whole = b"".join(pieces)
     assert whole.startswith(b"".join(events))
     left = whole[len(b"".join(events)) :]
-    assert reader.held_bytes == len(left)
+    assert len(reader.held) == len(left)
     return events, left
 
 
@@ -98,7 +98,7 @@ def test_an_event_is_returned_as_soon_as_its_last_byte_is_there() -> None:
 
     assert reader.feed(b"data: x\n") == []
     assert reader.feed(b"\n") == [b"data: x\n\n"]
-    assert reader.held_bytes == 0
+    assert not reader.held
 
 
 def test_an_event_without_an_end_is_never_returned() -> None:

@@ -45,7 +45,7 @@ ACTING = frozenset({"trio", "httpx", "nats", "anyio", "asyncio", "prometheus_cli
 HOMES = {
     "prometheus_client": ("router.metrics",),
     "httptools": ("router.calls", "router.wires"),
-    "select": ("router.sockets",),
+    "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim",),
     "anyio": ("router.wires.nats",),
     "nats": ("router.wires.nats",),

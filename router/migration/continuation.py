@@ -187,10 +187,6 @@ def _exact(
         return None
     if shape.has_media or target.engine not in ("vllm", "sglang"):
         return None
-    if target.engine == "vllm" and (record.text + agreed.held).endswith(
-        "\N{REPLACEMENT CHARACTER}"
-    ):
-        return None  # vLLM 0.32 would put the whole prompt's text before its first new one
     asking = plan_asking(shape, target.engine)
     ids = prompt + record.ids[: agreed.ids]
     tokens = record.tokens - len(record.ids) + agreed.ids

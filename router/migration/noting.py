@@ -64,7 +64,7 @@ class Noting(Judge):
             self._counted += len(ids)
             record.tokens = self.base + self._counted
             if record.is_exact:
-                record.ids += ids
+                record.add_ids(ids)
         if usage is not None:
             self._take_usage(usage, has_ids=ids is not None)
         if choice.index:
@@ -74,8 +74,7 @@ class Noting(Judge):
                 self._meet_text_without_ids(is_counted=usage is not None)
             record.tokens_at_text = record.tokens
             if record.is_kept:
-                record.pieces.append(text)
-                record.text_length += len(text)
+                record.add_text(text)
                 if ids is not None and len(ids) == 1 and self._proves and record.is_exact:
                     self._compare(text)
         if record.tokens > record.room and record.is_kept:
@@ -86,8 +85,7 @@ class Noting(Judge):
         """One id and some text: with nothing held back, ids and text agree here."""
         record = self.record
         if not record.has_parser and (self._is_vllm or releases_all(text)):
-            record.agreed_ids = len(record.ids)
-            record.agreed_text = record.text_length
+            record.agree()
 
     def _look_closer(self, data: bytes, delta: Delta, ids: list[int] | None) -> bool:
         """Whether a delta holds more than text, which nobody can continue."""
@@ -113,6 +111,9 @@ class Noting(Judge):
             stopped_by = found[0].get("matched_stop") if found else None
             if type(stopped_by) is int:
                 record.tokens += 1
+            elif finish == "length" and self.engine == "sglang":
+                # It never clamps, so the budget is spent, also by tokens that had no text.
+                record.tokens = max(record.tokens, record.shape.budget or 0)
             record.is_miscounted = isinstance(stopped_by, str)
 
     def _meet_first(self, event: bytes, data: bytes) -> None:
