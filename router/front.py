@@ -351,8 +351,13 @@ class ClientChannel(Channel):
             due = self._next_deadline() if self.is_open else None
         return due
 
-    def rearm(self) -> None:
-        """A deadline of the call may have come nearer."""
+    def rearm(self, not_before: float = 0.0) -> None:
+        """A deadline of the call may have come nearer; who knows that none is due before says so.
+
+        Then the sweeper, if it comes by until there, will ask anyway.
+        """
+        if self.armed_at is not None and self.armed_at <= not_before:
+            return
         due = None if self.watcher is None else self.watcher.next_deadline()
         if due is not None:
             self.reactor.sweeper.arm(self, due)
