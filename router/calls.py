@@ -65,11 +65,13 @@ class CallReader:
     """Cuts a connection's bytes into calls."""
 
     __slots__ = (
+        "_add",
         "_beside",
         "_body",
         "_body_bytes",
         "_call",
         "_fed",
+        "_feeding",
         "_limits",
         "_now",
         "_parser",
@@ -101,8 +103,11 @@ class CallReader:
         self._body_bytes = 0
         #: Bytes read since the last that belonged to a body.
         self._beside = 0
+        #: Bytes of the head being read, as far as they came before those being fed.
         self._fed = 0
+        self._feeding = 0
         self._now = 0.0
+        self._add = self._call.headers.append
 
     def feed(self, data: bytes, now: float) -> None:
         """Read on; what was completed or refused stands in `calls`."""
@@ -121,7 +126,8 @@ class CallReader:
     def _parse(self, data: bytes) -> bytes:
         """Read on; returns what must be read anew, since a request asked for an upgrade."""
         body_bytes = self._body_bytes
-        self._fed += len(data)
+        self._feeding = len(data)
+        self._fed += self._feeding
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -154,7 +160,8 @@ class CallReader:
     # What httptools reports
 
     def on_message_begin(self) -> None:
-        self._call = Call()
+        self._call = call = Call()
+        self._add = call.headers.append
         self._target = []
         self._body = []
         self._body_bytes = 0
@@ -167,8 +174,7 @@ class CallReader:
         self._target.append(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.reading is Reading.HEAD:
-            self._call.headers.append((name.lower(), value))
+        self._add((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         call, parser = self._call, self._parser
@@ -177,6 +183,7 @@ class CallReader:
         call.http_10 = parser.get_http_version() != "1.1"
         call.keep_alive = parser.should_keep_alive()
         self.reading = Reading.BODY
+        self._add = _ignore  # what comes behind a body is nobody's
         refusal = self._refusal_of_head(call)
         if refusal is not None:
             self.refuse(refusal)
@@ -211,9 +218,11 @@ class CallReader:
                 return Refusal("bad_request", "The only transfer coding here is chunked.")
         if b"expect" in named:
             self.expects_continue = named[b"expect"].lower() == b"100-continue" and not call.http_10
-        size = sum([len(name) + len(value) + 4 for name, value in headers])
-        if size + len(call.target) > self._limits.head_bytes_max:
-            return self._too_large_head()
+        if self._fed or self._feeding > self._limits.head_bytes_max:
+            # It is no larger than what brought it, unless it came in several pieces.
+            size = sum([len(name) + len(value) + 4 for name, value in headers])
+            if size + len(call.target) > self._limits.head_bytes_max:
+                return self._too_large_head()
         if not call.http_10 and (
             b"host" not in named
             or (len(named) != len(headers) and [name for name, _ in headers].count(b"host") != 1)
@@ -254,6 +263,10 @@ class CallReader:
             return rest
         self.calls.remove(call)
         return _head_without_upgrade(call) + rest
+
+
+def _ignore(_header: tuple[bytes, bytes]) -> None:
+    pass
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")

@@ -18,6 +18,7 @@ from router.calls import Call, CallReader, Limits, Reading
 from router.errors import Refusal
 from router.headers import lines_of
 from router.reactor import Channel, Rank, Reactor
+from router.responses import head_of
 from router.sockets import Socket
 from router.waking import Waker
 
@@ -27,17 +28,6 @@ BACKLOG_BYTES_HIGH = 128 * 1024
 #: not destroy the answer on its way.
 LINGER_SECONDS = 2.0
 
-_REASONS = {
-    200: b"OK", 201: b"Created", 202: b"Accepted", 204: b"No Content", 206: b"Partial Content",
-    301: b"Moved Permanently", 302: b"Found", 303: b"See Other", 304: b"Not Modified",
-    307: b"Temporary Redirect", 308: b"Permanent Redirect",
-    400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
-    405: b"Method Not Allowed", 408: b"Request Timeout", 409: b"Conflict",
-    413: b"Content Too Large", 422: b"Unprocessable Content", 429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large", 499: b"Client Closed Request",
-    500: b"Internal Server Error", 501: b"Not Implemented", 502: b"Bad Gateway",
-    503: b"Service Unavailable", 504: b"Gateway Timeout",
-}  # fmt: skip
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = frozenset({204, 304})
 
@@ -257,12 +247,9 @@ class ClientChannel(Channel):
             super().close()
 
     def _head(self, status: int, lines: bytes) -> bytes:
-        assert self.current is not None
-        reason = _REASONS.get(status, b"Unknown")
-        connection = b"" if self.current.keep_alive else b"connection: close\r\n"
-        if self.current.http_10 and self.current.keep_alive:
-            connection = b"connection: keep-alive\r\n"
-        return b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, connection)
+        call = self.current
+        assert call is not None
+        return head_of(status, lines, keeps_alive=call.keep_alive, http_10=call.http_10)
 
     def _framed(self, data: bytes) -> bytes:
         if self.reply_chunked and data:
@@ -351,8 +338,13 @@ class ClientChannel(Channel):
             due = self._next_deadline() if self.is_open else None
         return due
 
-    def rearm(self) -> None:
-        """A deadline of the call may have come nearer."""
+    def rearm(self, not_before: float = 0.0) -> None:
+        """A deadline of the call may have come nearer; who knows that none is due before says so.
+
+        Then the sweeper, if it comes by until there, will ask anyway.
+        """
+        if self.armed_at is not None and self.armed_at <= not_before:
+            return
         due = None if self.watcher is None else self.watcher.next_deadline()
         if due is not None:
             self.reactor.sweeper.arm(self, due)

@@ -42,8 +42,8 @@ def find(headers: Headers, name: bytes) -> bytes | None:
 
 def request_id_of(headers: Headers) -> str:
     """The client's `x-request-id` where it is harmless in a log and in a header, else a new one."""
-    value = find(headers, b"x-request-id")
-    if value is not None:
+    if b"x-request-id" in dict(headers):
+        value = find(headers, b"x-request-id") or b""
         text = value.decode("latin-1")
         if _REQUEST_ID.fullmatch(text):
             return text

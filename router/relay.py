@@ -170,18 +170,23 @@ class MovingRelay(StreamRelay):
     a second time is taken out by the attempt.
     """
 
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "is_poisoned")
 
     def __init__(self, attempt: Attempt, *, resumed: bool) -> None:
         super().__init__(attempt)
         self.attempt = attempt
         self.released = resumed
+        #: What was delivered can no longer be continued elsewhere.
+        self.is_poisoned = False
         self._is_another = _never  # the attempt must read every event, to record it
 
-    @property
-    def is_poisoned(self) -> bool:  # type: ignore[override]  # a constant for all others
-        """What was delivered can no longer be continued elsewhere."""
-        return self.has_content and self.attempt.record.poison is not None
+    def feed(self, data: bytes) -> bytes:
+        """What may be forwarded now; mostly that is one plain event."""
+        attempt = self.attempt
+        if self.ending is None and not self._reader.held and attempt.skim(data):
+            self.progressed = True
+            return attempt.forward
+        return super().feed(data)
 
     @property
     def is_cut_short(self) -> bool:  # type: ignore[override]
@@ -213,6 +218,8 @@ class MovingRelay(StreamRelay):
             self.has_content = self.progressed = True
         elif sign is not Sign.COMMENT:
             self._take_rarely(event, sign)
+        if attempt.record.poison is not None:
+            self.is_poisoned = self.has_content
         return attempt.forward
 
 

@@ -91,6 +91,7 @@ class Serving:
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
     bugs: Bugs = field(init=False)
+    _soonest: float = field(init=False)
     _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
@@ -103,6 +104,7 @@ class Serving:
             suspect_idle=settings.suspect_idle_secs,
             keep_alive=settings.migration_keep_alive_secs,
         )
+        self._soonest = self.deadlines.soonest()
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self.bugs = Bugs(self.metrics, self.live, self.ended, self.emptied, self.admission)
         self._book_request = self.booking.listener("request")
@@ -304,7 +306,7 @@ class Serving:
         pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
         body = call.body if moving is None else moving.begin(worker)
         leg.attach(pool.send(_request_for(pool, exchange, call.target, body), leg))
-        exchange.channel.rearm()
+        exchange.channel.rearm(not_before=ticket.started_at + self._soonest)
 
     async def _move(self, exchange: Exchange) -> None:
         """Choose who goes on and send it what it needs; see `Mover`."""

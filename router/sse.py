@@ -13,6 +13,8 @@ import re
 #: A line end, then an empty line. The groups are atomic: CRLF is never taken for two line ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+#: Looking for a number in bytes is many times faster than looking for a byte.
+_CR = ord("\r")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -42,7 +44,7 @@ class EventReader:
 
         Raises EventTooLarge.
         """
-        if not self.held and data.endswith(b"\n\n") and b"\r" not in data:
+        if not self.held and data.endswith(b"\n\n") and _CR not in data:
             # What engines send: whole events, LF only.
             if data.count(b"\n\n") == 1:
                 return [data]
@@ -71,7 +73,7 @@ class EventReader:
 
 def data_of(event: bytes) -> bytes | None:
     """The data an event carries (its data lines joined with LF), or None when it has none."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and _CR not in event:
         return event[6:-2]
     if event.startswith(b":") and event.find(b"\n") == len(event) - 2:
         return None  # a heartbeat; a worker may send many

@@ -257,7 +257,7 @@ def test_case_24_without_all_ids_there_is_none() -> None:
 
 def test_case_26_without_prompt_ids_there_is_none() -> None:
     record = recorded(event("a", 2))
-    record.prompt_ids = None
+    record.prompt_json = None
 
     assert seek(record) == Disagreed()
 

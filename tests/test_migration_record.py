@@ -112,6 +112,14 @@ def test_case_6_an_unreadable_event_goes_on_untouched_and_poisons() -> None:
     assert one.record.text == ""
 
 
+def test_a_member_whose_name_is_unreadable_is_other_content() -> None:
+    one = attempt()
+    odd = event({"delta": {"content": "", "odd": 1}, "token_ids": [1]}).replace(b"odd", b"\xff")
+
+    assert one.read(odd) is Sign.CONTENT
+    assert one.record.poison is Poison.OTHER_CONTENT
+
+
 def test_several_choices_poison_even_unasked() -> None:
     one = attempt()
 

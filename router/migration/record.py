@@ -69,12 +69,12 @@ class Record:
     waiting: str = ""
 
     #: The ids that the engine worked from, and those it made since: one sequence.
-    prompt_ids: list[int] | None = None
-    #: The lists of ids, each without the bracket that closes it: `[5,7[9`.
+    prompt_json: bytes | None = None
+    #: Those since as the lists they came in, each without the bracket that closes it: `[5,7[9`.
     ids_json: bytearray = field(factory=bytearray)
     #: How much of the text belongs to `prompt_ids` (a text continuation was made of it).
     text_base: int = 0
-    #: Every token since `prompt_ids` has its id in `ids`.
+    #: Every token since `prompt_ids` has its id in `ids`, and they are still kept.
     is_exact: bool = True
     #: How many bytes of `ids_json` stand for how many of `text_json`.
     agreed_ids_json: int = 0
@@ -90,7 +90,7 @@ class Record:
         self.has_parser = self.shape.has_tools
         self.room = self.tokens_max
         self.poison = self.shape.poison
-        self.is_kept = self.poison is None
+        self.is_kept = self.is_exact = self.poison is None
 
     @property
     def text(self) -> str:
@@ -101,6 +101,11 @@ class Record:
     def text_length(self) -> int:
         """In characters."""
         return len(self.text)
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The ids that the engine worked from."""
+        return None if self.prompt_json is None else _IDS.decode(self.prompt_json)
 
     @property
     def ids(self) -> list[int]:
@@ -208,7 +213,7 @@ class Record:
         self.has_parser = self.shape.has_tools
 
     def _begin_sequence(self) -> None:
-        self.ids_json, self.prompt_ids, self.is_exact = bytearray(), None, self.is_kept
+        self.ids_json, self.prompt_json, self.is_exact = bytearray(), None, self.is_kept
         self.agree()
 
     def _await(self, held: str) -> None:
@@ -220,7 +225,7 @@ class Record:
         self.is_kept = False
         self.is_exact = False
         self.ids_json = bytearray()
-        self.prompt_ids = None
+        self.prompt_json = None
         self.text_json = bytearray()
         self.waiting = ""
         self.replay = []
@@ -250,8 +255,8 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 def _read_text(text_json: bytearray) -> str:
-    return _TEXT.decode(b'"%b"' % text_json)
+    return _TEXT.decode(b'"' + text_json + b'"')
 
 
 def _read_ids(ids_json: bytearray) -> list[int]:
-    return _IDS.decode(b"[%b]" % ids_json[1:].replace(b"[", b","))
+    return _IDS.decode(b"[" + ids_json[1:].replace(b"[", b",") + b"]")
