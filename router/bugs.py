@@ -42,7 +42,7 @@ class Bugs:
     def met_in(self, exchange: Exchange, error: Exception) -> None:
         """End the request, if it is not over, and clear up behind it. Does not raise."""
         self.met(error)
-        for step in (self._end, self._drop_leg, self._forget, self._end_reply):
+        for step in (self._end, self._drop_leg, self._drop_pair, self._forget, self._end_reply):
             try:
                 step(exchange)
             except Exception as another:
@@ -69,6 +69,11 @@ class Bugs:
         leg, exchange.leg = exchange.leg, None
         if leg is not None:
             leg.drop("upstream_error")
+
+    def _drop_pair(self, exchange: Exchange) -> None:
+        pair, exchange.pair = exchange.pair, None
+        if pair is not None:
+            pair.drop()
 
     def _forget(self, exchange: Exchange) -> None:
         if self._live.pop(exchange.ticket, None) is not None:

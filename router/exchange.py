@@ -104,8 +104,8 @@ class Exchange:
                 self.leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
                 self.leg = None
             if self.pair is not None:
-                pair, self.pair = self.pair, None
-                pair.leave(edge.fact)
+                self.pair.leave(edge.fact)
+                self.pair = None
         if "request" in leaves:
             if self.asking is not None:
                 self.asking.cancel(reason="the request is over")

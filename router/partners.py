@@ -45,3 +45,6 @@ class Pair(Protocol):
 
     def leave(self, fact: str) -> None:
         """The attempt is over, by this fact of the request."""
+
+    def drop(self) -> None:
+        """The same after a bug that may have come in between; gives back what is still held."""

@@ -164,8 +164,11 @@ class Prefill:
         if self._is_telling:
             waiting.on_crash(error)
         else:
-            self._note_failure("bug")
-            waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
+            try:
+                self._note_failure("bug")
+                waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
+            except Exception as another:
+                waiting.on_crash(another)
 
     def _feed(self, data: bytes) -> None:
         if self._held is not None:
