@@ -17,6 +17,7 @@ from router.pd.shaping import (
     read,
     shape_decode,
     shape_prefill,
+    without_handoff,
 )
 
 ODD = b'{"model" : "m", "temperature":1.0e0,"big":12345678901234567890123, "messages":[{"x":"}"}]}'
@@ -187,7 +188,10 @@ def test_the_cap_is_spelled_once(given: bytes, is_chat: bool, caps: dict[str, in
 
 
 def test_a_handoff_goes_on_verbatim() -> None:
-    told = b'{"remote_block_ids": [[1, 2]], "x":1.50}'
+    told = (
+        b'{"remote_block_ids": [[1, 2]], "x":1.50,'
+        b'"remote_engine_id":"e","remote_host":"h","remote_port":5600}'
+    )
     handed = handoff_of(b'{"choices":[],"kv_transfer_params":' + told + b"}")
 
     assert handed == told
@@ -208,3 +212,22 @@ def test_a_handoff_joins_the_ids_that_a_continuation_begins_with() -> None:
 )
 def test_no_handoff_is_none(answer: bytes) -> None:
     assert handoff_of(answer) is None
+
+
+@pytest.mark.parametrize("name", ["remote_block_ids", "remote_engine_id", "remote_host"])
+@pytest.mark.parametrize("value", [None, [], 5])
+def test_half_a_handoff_is_none(name: str, value: object) -> None:
+    whole: dict[str, object] = {"remote_block_ids": [[1]], "remote_engine_id": "e"}
+    whole |= {"remote_host": "h", "remote_port": 5600}
+    answers = [whole | {name: value}, {key: whole[key] for key in whole if key != name}]
+
+    assert handoff_of(msgspec.json.encode({"kv_transfer_params": whole})) is not None
+    for each in answers:
+        assert handoff_of(msgspec.json.encode({"kv_transfer_params": each})) is None
+
+
+def test_a_handoff_of_the_clients_goes_nowhere() -> None:
+    body = b'{"a": 1, "kv_transfer_params":{"do_remote_prefill":true,"remote_host":"x","mine":2}}'
+
+    assert without_handoff(body) == b'{"a": 1, "kv_transfer_params":{"mine":2}}'
+    assert without_handoff(b'{"a": 1}') == b'{"a": 1}'

@@ -32,6 +32,7 @@ from router.pd.shaping import (
     rank_members,
     read,
     shape_prefill,
+    without_handoff,
 )
 from router.ticket import Failure, Ticket
 from router.wires.http import Pool
@@ -202,7 +203,7 @@ def _serial(target: bytes, body: bytes, reading: Reading, *, is_chat: bool) -> O
     return Orders(
         target=target,
         prefill_body=shape_prefill(body, is_chat=is_chat) if has_prefill else None,
-        decode_body=body,
+        decode_body=without_handoff(body),
         is_serial=has_prefill,
         reading=reading,
     )

@@ -206,17 +206,46 @@ def _merge(given: msgspec.Raw | None, parts: Mapping[str, bytes]) -> bytes:
     return edit(own, parts)
 
 
+def without_handoff(body: bytes) -> bytes:
+    """The body without a hand-off of the client's own: half of one kills vLLM's core (0.32)."""
+    if b"kv_transfer_params" not in body:
+        return body
+    given = (read_members(body) or {}).get("kv_transfer_params")
+    if given is None or not bytes(given).startswith(b"{"):
+        return body
+    named = [name for name in read_members(bytes(given)) or {} if _is_of_handoff(name)]
+    if not named:
+        return body
+    kept = edit(bytes(given), dict.fromkeys(named))
+    return edit(body, {"kv_transfer_params": kept})
+
+
+def _is_of_handoff(name: str) -> bool:
+    return name.startswith(("do_remote_", "remote_"))
+
+
 class _Prefilled(msgspec.Struct, gc=False):
     kv_transfer_params: msgspec.Raw = _NOTHING
 
 
+class _Handoff(msgspec.Struct, gc=False):
+    """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it."""
+
+    remote_block_ids: list[msgspec.Raw]
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+
+
 _PREFILLED = msgspec.json.Decoder(_Prefilled)
+_HANDOFF = msgspec.json.Decoder(_Handoff)
 
 
 def handoff_of(answer: bytes) -> bytes | None:
-    """The hand-off in a prefill's answer, as it stands there; None where there is none."""
+    """The hand-off in a prefill's answer, as it stands there; None where there is no whole one."""
     try:
         found = bytes(_PREFILLED.decode(answer).kv_transfer_params)
+        blocks = _HANDOFF.decode(found).remote_block_ids
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found if found.startswith(b"{") and len(found.strip(b"{} \n\r\t")) > 0 else None
+    return found if blocks else None
