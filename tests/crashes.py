@@ -25,8 +25,10 @@ import router
 from router.app import App, beneath
 from router.logs import configure
 from router.sim import SimEngine, SimSettings
+from router.workerspec import WorkerSpec
 from tests.leftovers import Lines, hurried, left_of
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.neighbours import Neighbours
 
 _HOME = str(Path(router.__file__).parent)
 #: A bystander's events come so far apart (seconds); the scene is played between two of them.
@@ -34,6 +36,8 @@ PAUSE_SECONDS = 40.0
 SCENE_SECONDS = 30.0
 #: After the scene: longer than every deadline.
 REST_SECONDS = 100.0
+#: A prefill whose decode a bug has taken waits for it, as SGLang's does, and nobody ends it.
+REST_SECONDS_OF_HALVES = 400.0
 
 
 class Bug(Exception):
@@ -69,10 +73,11 @@ class World:
         except trio.BrokenResourceError:
             pass
 
-    def fault(self, text: str) -> None:
-        """All engines but the bystander's suffer this."""
+    def fault(self, text: str, *, role: str | None = None) -> None:
+        """All engines but the bystander's suffer this, or those of a role."""
         for engine in self.engines[1:]:
-            engine.add_faults(text)
+            if role in (None, engine.settings.role):
+                engine.add_faults(text)
 
 
 @frozen
@@ -83,6 +88,8 @@ class Scene:
     act: Callable[[World], Awaitable[None]]
     #: 0 is no cap.
     places: int = 0
+    #: The engine of two prefill and two decode workers that the scene's client is served by.
+    halves: str = ""
     first_token_seconds: float = 60.0
 
 
@@ -184,7 +191,7 @@ async def _play(scene: Scene, trace: Trace) -> World:
             sys.settrace(None)
             for stream in world.streams:
                 stream.close()
-        await trio.sleep(REST_SECONDS)
+        await trio.sleep(REST_SECONDS_OF_HALVES if scene.halves else REST_SECONDS)
         assert await _is_served(world), "the router serves nobody any more"
         left = left_of(world.app)
         assert not left, left
@@ -208,10 +215,21 @@ def _build(nursery: trio.Nursery, scene: Scene) -> World:
         )  # fmt: skip
         engines.append(engine)
         network.engines["127.0.0.1", 9000 + place] = engine.serve_connection
+    neighbours = Neighbours(nursery)
+    halves: dict[str, tuple[WorkerSpec, ...]] = {"prefill": (), "decode": ()}
+    for place, role in enumerate(("prefill", "prefill", "decode", "decode")):
+        if scene.halves:
+            engine, spec = _half(scene, neighbours, place, role)
+            engines.append(engine)
+            network.engines["127.0.0.1", spec.port] = engine.serve_connection
+            halves[role] += (spec,)
     urls = [f"http://127.0.0.1:{9000 + place},engine=vllm" for place in range(3)]
     settings = attrs.evolve(
         hurried(urls, port=8000, places=scene.places),
         migration_limit=2,
+        prefill=halves["prefill"],
+        decode=halves["decode"],
+        pd_max_retries=1,
         health_check_interval_secs=300.0,
         first_token_timeout_secs=scene.first_token_seconds,
         stream_idle_timeout_secs=60.0,
@@ -228,6 +246,19 @@ def _build(nursery: trio.Nursery, scene: Scene) -> World:
     app.listen()
     nursery.start_soon(app.run)
     return World(network, app, engines, lines)
+
+
+def _half(
+    scene: Scene, neighbours: Neighbours, place: int, role: str
+) -> tuple[SimEngine, WorkerSpec]:
+    settings = SimSettings(
+        engine=scene.halves, name=f"h{place}", role=role, bootstrap_port=8900 + place,  # type: ignore[arg-type]
+        first_token_seconds=0.5, token_seconds=0.1,
+    )  # fmt: skip
+    text = f"http://127.0.0.1:{9010 + place},engine={scene.halves},id=h{place}"
+    if role == "prefill":
+        text += f",bootstrap_port={8900 + place}"
+    return neighbours.start(settings), WorkerSpec.parse(text, role=role)
 
 
 async def _stand_by(world: World) -> None:

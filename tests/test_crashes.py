@@ -94,6 +94,20 @@ async def watched(world: World) -> None:
         nursery.cancel_scope.cancel()
 
 
+async def paired(world: World) -> None:
+    await world.ask(post(stream=False) + post())
+
+
+async def with_a_failed_prefill(world: World) -> None:
+    world.fault("times=1:status,code=500", role="prefill")
+    await world.ask(post())
+
+
+async def with_a_lost_decode(world: World) -> None:
+    world.fault("times=1:cut,after_events=2", role="decode")
+    await world.ask(post(tokens=6))
+
+
 def _scene(act: Callable[[World], Awaitable[None]]) -> Scene:
     return Scene(act.__name__, act)
 
@@ -105,6 +119,11 @@ SCENES = {
         *map(_scene, (given_back, asked_itself, watched)),
         Scene("silent", silent, first_token_seconds=3.5),
         Scene("queued", queued, places=2),
+        *(
+            Scene(f"{act.__name__} {kind}", act, halves=kind)
+            for act in (paired, with_a_failed_prefill, with_a_lost_decode, abandoned)
+            for kind in ("sglang", "vllm")
+        ),
     )
 }
 #: The floor on which everything stands; a bug in there may end the router, or leak.

@@ -174,8 +174,9 @@ class PairAttempt:
         self.places.release(self.exchange.now)
         if self.prefill is not None:
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
+            is_unsent = self.prefill.leg.upstream is None
             self.prefill.leave(
-                closes=self.orders.is_serial or is_unmatched,
+                closes=self.orders.is_serial or is_unmatched or is_unsent,
                 lost_decode=self.watch.was_sent and not self.watch.succeeded,
             )
 
@@ -292,7 +293,7 @@ class PairAttempt:
         if not self.places.decode.is_open:
             return  # prefill could not even be sent, and the attempt is over
         exchange, around = self.exchange, self.around
-        leg = RankedLeg(
+        leg = exchange.leg = RankedLeg(
             id=f"{exchange.ticket.id}.{exchange.ticket.attempts}",
             worker=self.choice.decode.worker,
             role="decode",

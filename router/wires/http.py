@@ -339,15 +339,15 @@ class WorkerChannel(Channel):
 
     def _finish(self) -> None:
         upstream, self.upstream = self.upstream, None
+        self.told_last = upstream  # who is to hear of a bug on the way as well
         if self.leaving_since is not None:
             self.leaving_since = None
             self.pool.leaving.discard(self)
         self.give_back()
         if upstream is not None:
             upstream.channel = None
-            self.told_last = upstream
             upstream.answered.on_end()
-            self.told_last = None
+        self.told_last = None
 
     def _break(self, detail: str, *, connecting: bool = False, stale: bool = False) -> None:
         upstream, self.upstream = self.upstream, None
