@@ -372,17 +372,21 @@ async def _read_answer(
 
 
 def _kinds(plan: Plan, client: Client) -> Iterable[Engine]:
-    """One healthy engine of each kind that may answer this client."""
+    """One healthy engine of each kind that may answer this client: the first of its kind."""
     if client.raw is not None or client.method != "POST":
         return ()
     model = client.model or (plan.engines[0].model if plan.engines else "tiny")
-    return {
-        (each.kind, each.seed): attrs.evolve(
+    found: dict[tuple[str, int], Engine] = {}
+    for each in plan.engines:
+        if each.model == model:
+            found.setdefault((each.kind, each.seed), each)
+    return [
+        attrs.evolve(
             each, faults="", script="", options="", token_seconds=0.0, first_token_seconds=0.0,
             tokens_per_chunk=1,
         )
-        for each in plan.engines if each.model == model
-    }.values()  # fmt: skip
+        for each in found.values()
+    ]  # fmt: skip
 
 
 async def _ask_directly(engine: Engine, client: Client) -> Got:
