@@ -282,7 +282,7 @@ class Serving:
         leg, worker = self._begin_leg(exchange, choice), choice.worker
         pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
         body = call.body if moving is None else moving.begin(worker)
-        leg.attach(pool.send(_request_for(pool, exchange, call.target, body), leg))
+        leg.attach(pool.send(self._request_for(pool, exchange, call.target, body), leg))
         exchange.channel.rearm(not_before=ticket.started_at + self._soonest)
 
     async def _move(self, exchange: Exchange) -> None:
@@ -296,7 +296,7 @@ class Serving:
         leg = self._begin_leg(exchange, choice)
         moving.go_on(choice.worker, continuation)
         pool = self.house.pool(choice.worker)
-        request = _request_for(pool, exchange, continuation.path.encode(), continuation.body)
+        request = self._request_for(pool, exchange, continuation.path.encode(), continuation.body)
         leg.attach(pool.send(request, leg))
         exchange.channel.rearm()
 
@@ -321,6 +321,24 @@ class Serving:
         exchange.start(leg)
         exchange.fire("admitted")
         return leg
+
+    def _request_for(self, pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
+        headers = to_worker(
+            exchange.call.headers,
+            identity=exchange.route is not OTHER,
+            is_keyed=bool(self.settings.api_key),
+        )
+        return (
+            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+            % (
+                pool.base_path,
+                target,
+                pool.authority,
+                headers,
+                exchange.ticket.id.encode(),
+                len(body),
+            )
+        ) + body
 
     def _nobody(self, model: str | None) -> Refusal:
         if model is not None and self.fleet.all() and not self.fleet.knows(model):
@@ -378,18 +396,6 @@ class Serving:
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug was met in this request, which may be over by now."""
         self.bugs.met_in(exchange, error)
-
-
-def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
-    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        pool.base_path,
-        target,
-        pool.authority,
-        to_worker(exchange.call.headers, identity=exchange.route is not OTHER),
-        exchange.ticket.id.encode(),
-        len(body),
-    )
-    return head + body
 
 
 def _shutting_down() -> Refusal:

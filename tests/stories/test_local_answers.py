@@ -155,6 +155,27 @@ def test_a_key_is_asked_for(client: Client, status: int) -> None:
     assert outcome.one.code == (None if status == 200 else "unauthorized")
 
 
+@pytest.mark.parametrize(("keys", "is_passed_on"), [(KEYS, False), ({"admin_key": "root"}, True)])
+def test_workers_see_a_key_only_where_the_router_asks_for_none(
+    keys: dict[str, object], *, is_passed_on: bool
+) -> None:
+    cut = Engine(faults="times=1:cut,after_events=1")
+    settings = keys | {"migration_limit": 1}
+
+    client = Client(tokens=4, headers=(("authorization", "Bearer sesame"),))
+
+    outcome = simulate(Plan(engines=(cut, Engine()), clients=(client,), settings=settings))
+
+    keys_seen = {
+        (place, request.headers.get("authorization"))
+        for place in (0, 1)
+        for request in outcome.work(place)
+        if "x-request-id" in request.headers
+    }
+    key = "Bearer sesame" if is_passed_on else None
+    assert keys_seen == {(0, key), (1, key)}  # a continuation is like every other request
+
+
 @pytest.mark.parametrize(
     ("path", "key", "status"),
     [
