@@ -18,7 +18,7 @@ from attrs import define, field
 from router.admission import Admission
 from router.booking import Booking
 from router.bugs import Bugs
-from router.calls import Call
+from router.calls import Call, has_key
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
@@ -34,7 +34,7 @@ from router.mover import Mover, log_move
 from router.moving import Moving
 from router.openai import Asked
 from router.reactor import Reactor
-from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call
+from router.routes import ENDPOINTS, OTHER, Route, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
 from router.websocket import Feed
