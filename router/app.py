@@ -132,6 +132,7 @@ class App:
             idle_seconds=settings.keep_alive_timeout_secs,
             stall_seconds=settings.client_stall_timeout_secs,
             call_seconds=settings.request_timeout_secs,
+            keys=_keys(settings),
         )
 
     # What others ask for
@@ -302,6 +303,12 @@ class App:
     def _fire(self, fact: str) -> None:
         ROUTER.fire(self, fact)
         _log.info("router", fact=fact, state=self.state.value)
+
+
+def _keys(settings: Settings) -> tuple[str, ...]:
+    """All that open something; none where everybody may send requests."""
+    admin = () if settings.admin_key is None else (settings.admin_key,)
+    return (*settings.api_key, *admin) if settings.api_key else ()
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext:

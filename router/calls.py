@@ -8,7 +8,9 @@ the calls; after it nothing more is read.
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 
@@ -18,6 +20,8 @@ from attrs import define, field, frozen
 from router.errors import Refusal
 from router.headers import Headers, find
 
+#: Largest body of a call without a key where one is asked for: enough to answer it in order.
+STRANGER_BYTES_MAX = 64 * 1024
 #: What is kept for a WebSocket whose handshake is not answered yet.
 UNREAD_BYTES_MAX = 64 * 1024
 
@@ -33,6 +37,8 @@ class Limits:
     stall_seconds: float
     #: From the first byte of a head to the last of its body.
     call_seconds: float = 0.0
+    #: Whoever has none of these may not bring a large body; empty where everybody is served.
+    keys: tuple[str, ...] = ()
 
 
 @define(eq=False)
@@ -69,6 +75,7 @@ class CallReader:
         "_beside",
         "_body",
         "_body_bytes",
+        "_body_bytes_max",
         "_call",
         "_fed",
         "_feeding",
@@ -101,6 +108,7 @@ class CallReader:
         self._target: list[bytes] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_bytes_max = limits.body_bytes_max
         #: Bytes read since the last that belonged to a body.
         self._beside = 0
         #: Bytes of the head being read, as far as they came before those being fed.
@@ -191,7 +199,7 @@ class CallReader:
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
-        if self._body_bytes > self._limits.body_bytes_max:
+        if self._body_bytes > self._body_bytes_max:
             self.refuse(self._too_large_body())
             raise _Refused
         self._body.append(data)
@@ -208,10 +216,11 @@ class CallReader:
         """What is wrong with a head, beyond its grammar."""
         headers = call.headers
         named = dict(headers)
-        if (
-            b"content-length" in named
-            and int(named[b"content-length"]) > self._limits.body_bytes_max
-        ):
+        limits = self._limits
+        self._body_bytes_max = limits.body_bytes_max
+        if limits.keys and not has_key(call, limits.keys):
+            self._body_bytes_max = min(STRANGER_BYTES_MAX, limits.body_bytes_max)
+        if b"content-length" in named and int(named[b"content-length"]) > self._body_bytes_max:
             return self._too_large_body()
         for name, value in headers if b"transfer-encoding" in named else ():
             if name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
@@ -234,6 +243,8 @@ class CallReader:
 
     def _too_large_body(self) -> Refusal:
         limit = self._limits.body_bytes_max
+        if self._body_bytes_max < limit:
+            return Refusal("unauthorized", "A valid key is required to send so much.")
         return Refusal("body_too_large", f"The body is larger than {limit} bytes.")
 
     def _too_large_head(self) -> Refusal:
@@ -267,6 +278,13 @@ class CallReader:
 
 def _ignore(_header: tuple[bytes, bytes]) -> None:
     pass
+
+
+def has_key(call: Call, keys: Sequence[str]) -> bool:
+    """Whether a call carries one of these keys as its bearer token; compared in constant time."""
+    scheme, _, token = (find(call.headers, b"authorization") or b"").partition(b" ")
+    found = [hmac.compare_digest(token.strip(), key.encode()) for key in keys]
+    return scheme.lower() == b"bearer" and any(found)
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")

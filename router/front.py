@@ -146,7 +146,7 @@ class ClientChannel(Channel):
             self.resume()
             # What came of the next head while this call was served has its time from now on.
             self._reader.head_since = now
-            self._attend_to_reading(now)
+            self._attend_to_reading()
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
 
@@ -272,15 +272,14 @@ class ClientChannel(Channel):
             if not self.has_call or not self.begin_call():
                 self._waker.wake()
         elif self.current is None:
-            self._attend_to_reading(now)
+            self._attend_to_reading()
 
-    def _attend_to_reading(self, now: float) -> None:
+    def _attend_to_reading(self) -> None:
         """The next call has begun to arrive, and it is its turn."""
         reader = self._reader
-        if reader.reading is Reading.HEAD:
-            if self.limits.head_seconds:
-                self.reactor.sweeper.arm(self, now + self.limits.head_seconds)
-        elif reader.expects_continue:
+        if reader.reading is not Reading.NOTHING:
+            self._arm()
+        if reader.expects_continue:
             reader.expects_continue = False
             self.send(_CONTINUE)
 

@@ -28,6 +28,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_TO_WORKERS = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 _NOT_TO_WORKERS_IDENTITY = _NOT_TO_WORKERS | {b"accept-encoding"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-router-error-code"}
+_KEY = frozenset({b"authorization"})
 _STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+/=-]{1,128}")
 
@@ -50,15 +51,18 @@ def request_id_of(headers: Headers) -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-def to_worker(headers: Headers, *, identity: bool) -> bytes:
+def to_worker(headers: Headers, *, identity: bool, is_keyed: bool = False) -> bytes:
     """The client's headers as a worker may see them, as header lines.
 
     With `identity` an unencoded answer is asked for, since events inside a compressed stream can
-    neither be read nor judged.
+    neither be read nor judged. `is_keyed`: the key in Authorization was for the router, and is
+    none of a worker's business.
     """
     dropped = _NOT_TO_WORKERS_IDENTITY if identity else _NOT_TO_WORKERS
     if (named := _connection_tokens(headers)) is not None:
         dropped = dropped | named
+    if is_keyed:
+        dropped = dropped | _KEY
     lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
     if identity:
         lines.append(b"accept-encoding: identity\r\n")

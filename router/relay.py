@@ -7,7 +7,6 @@ never lets a lying end through; `WholeAnswer` holds a unary answer until it is c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 
 from router.migration.attempt import Attempt
@@ -64,7 +63,7 @@ class StreamRelay:
         self.error_event = b""
         self._reader = EventReader(EVENT_BYTES_MAX)
         # Bound once: most events of a stream need no more.
-        self._is_another: Callable[[bytes], bool] = judge.is_another
+        self._is_another = judge.is_another
         self._held: list[bytes] = []
         self._held_bytes = 0
 
@@ -87,6 +86,10 @@ class StreamRelay:
         if self.has_content and not self._reader.held and self._is_another(data):
             self.progressed = True
             return data
+        return self._feed_any(data)
+
+    def _feed_any(self, data: bytes) -> bytes:
+        """The same for any bytes, while the stream has not ended."""
         self.progressed = False
         try:
             events = self._reader.feed(data)
@@ -178,15 +181,17 @@ class MovingRelay(StreamRelay):
         self.released = resumed
         #: What was delivered can no longer be continued elsewhere.
         self.is_poisoned = False
-        self._is_another = _never  # the attempt must read every event, to record it
 
     def feed(self, data: bytes) -> bytes:
-        """What may be forwarded now; mostly that is one plain event."""
+        """What may be forwarded now. After an `ending` nothing more is read."""
+        if self.ending is not None:
+            self.progressed = False
+            return b""
         attempt = self.attempt
-        if self.ending is None and not self._reader.held and attempt.skim(data):
+        if attempt.skims and not self._reader.held and attempt.skim(data):
             self.progressed = True
             return attempt.forward
-        return super().feed(data)
+        return self._feed_any(data)
 
     @property
     def is_cut_short(self) -> bool:  # type: ignore[override]
@@ -221,10 +226,6 @@ class MovingRelay(StreamRelay):
         if attempt.record.poison is not None:
             self.is_poisoned = self.has_content
         return attempt.forward
-
-
-def _never(_event: bytes) -> bool:
-    return False
 
 
 class WholeAnswer:

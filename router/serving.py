@@ -19,7 +19,7 @@ from attrs import define, field
 from router.admission import Admission
 from router.booking import Booking
 from router.bugs import Bugs
-from router.calls import Call
+from router.calls import Call, has_key
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
@@ -38,7 +38,7 @@ from router.pd.aborts import Aborts
 from router.pd.pairing import PairChoice
 from router.pd.pairs import Pairs, unknown_model
 from router.reactor import Reactor
-from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call
+from router.routes import ENDPOINTS, OTHER, Route, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
 from router.websocket import Feed
@@ -305,7 +305,7 @@ class Serving:
         leg, worker = self._begin_leg(exchange, choice), choice.worker
         pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
         body = call.body if moving is None else moving.begin(worker)
-        leg.attach(pool.send(_request_for(pool, exchange, call.target, body), leg))
+        leg.attach(pool.send(self._request_for(pool, exchange, call.target, body), leg))
         exchange.channel.rearm(not_before=ticket.started_at + self._soonest)
 
     async def _move(self, exchange: Exchange) -> None:
@@ -322,7 +322,7 @@ class Serving:
         leg = self._begin_leg(exchange, choice)
         moving.go_on(choice.worker, continuation)
         pool = self.house.pool(choice.worker)
-        request = _request_for(pool, exchange, continuation.path.encode(), continuation.body)
+        request = self._request_for(pool, exchange, continuation.path.encode(), continuation.body)
         leg.attach(pool.send(request, leg))
         exchange.channel.rearm()
 
@@ -354,6 +354,24 @@ class Serving:
             return ()
         model = exchange.ticket.model
         return self.fleet.ready("prefill", model) or self.fleet.ready("decode", model)
+
+    def _request_for(self, pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
+        headers = to_worker(
+            exchange.call.headers,
+            identity=exchange.route is not OTHER,
+            is_keyed=bool(self.settings.api_key),
+        )
+        return (
+            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+            % (
+                pool.base_path,
+                target,
+                pool.authority,
+                headers,
+                exchange.ticket.id.encode(),
+                len(body),
+            )
+        ) + body
 
     def _nobody(self, model: str | None) -> Refusal:
         if (unknown := unknown_model(self.fleet, model)) is not None:
@@ -411,18 +429,6 @@ class Serving:
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug was met in this request, which may be over by now."""
         self.bugs.met_in(exchange, error)
-
-
-def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
-    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        pool.base_path,
-        target,
-        pool.authority,
-        to_worker(exchange.call.headers, identity=exchange.route is not OTHER),
-        exchange.ticket.id.encode(),
-        len(body),
-    )
-    return head + body
 
 
 def _shutting_down() -> Refusal:

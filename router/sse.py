@@ -15,6 +15,9 @@ _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 #: Looking for a number in bytes is many times faster than looking for a byte.
 _CR = ord("\r")
+_COLON = ord(":")
+#: What is held may be searched once more if it is shorter than this.
+_SHORT_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -48,8 +51,22 @@ class EventReader:
             # What engines send: whole events, LF only.
             if data.count(b"\n\n") == 1:
                 return [data]
-            return [piece + b"\n\n" for piece in data[:-2].split(b"\n\n")]
+            return self._feed_lines(data)
+        if len(self.held) < _SHORT_BYTES and _CR not in data and _CR not in self.held:
+            return self._feed_lines(self.held + data)
         return self._feed_slowly(data)
+
+    def _feed_lines(self, data: bytes) -> list[bytes]:
+        """The same where every line ends with LF."""
+        *events, rest = data.split(b"\n\n")
+        self.held = rest
+        self._searched = len(rest)
+        if len(rest) > self.event_bytes_max:
+            raise EventTooLarge(f"an event is larger than {self.event_bytes_max} bytes")
+        if events and data[0] == _COLON and b"\nd" not in data:
+            # Nothing but comments: a worker may send them without an end, and they are one to us.
+            return [data.removesuffix(rest)]
+        return [event + b"\n\n" for event in events]
 
     def _feed_slowly(self, data: bytes) -> list[bytes]:
         held = self.held + data
@@ -75,8 +92,8 @@ def data_of(event: bytes) -> bytes | None:
     """The data an event carries (its data lines joined with LF), or None when it has none."""
     if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and _CR not in event:
         return event[6:-2]
-    if event.startswith(b":") and event.find(b"\n") == len(event) - 2:
-        return None  # a heartbeat; a worker may send many
+    if event.startswith(b":") and b"\nd" not in event and _CR not in event:
+        return None  # heartbeats; a worker may send many
     lines = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
         name, _, value = line.partition(b":")

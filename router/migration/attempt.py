@@ -72,7 +72,7 @@ class Attempt(Skimming):
 
     def read(self, event: bytes) -> Sign:
         """What this complete raw event means; what to forward of it is in `forward`."""
-        if self.skim(event):
+        if self.skims and self.skim(event):
             return Sign.CONTENT
         self.forward = event
         data = data_of(event)
@@ -148,11 +148,15 @@ class Attempt(Skimming):
         self.events += 1
         if self.is_cut_short:
             return Sign.DONE
-        self._try_to_learn(event)
+        if self.patience:
+            self.patience -= 1
+        else:
+            self._try_to_learn(event)
         return Sign.CONTENT
 
     def _try_to_learn(self, event: bytes) -> None:
         """Once nothing is watched for any more that a plain event could have."""
+        self.lose_patience()
         record, head = self.record, self.record.head
         if self._expected is not None or record.replay or record.shape.asks_logprobs:
             return

@@ -23,6 +23,9 @@ from router.migration.record import Record
 from router.migration.seam import head_of
 from router.openai import Judge
 
+#: So many tokens at the end of an answer of SGLang's may have come without an event.
+SILENT_TOKENS_MAX = 4
+
 
 class Noting(Judge):
     """Judges the events of one attempt and notes what they bring."""
@@ -110,8 +113,9 @@ class Noting(Judge):
             if type(stopped_by) is int:
                 record.tokens += 1
             elif finish == "length" and self.engine == "sglang":
-                # It never clamps, so the budget is spent, also by tokens that had no text.
-                record.tokens = max(record.tokens, record.shape.budget or 0)
+                # Its last tokens may have had no text; more than a few are another limit.
+                rest = record.rest() or 0
+                record.tokens += rest if 0 < rest <= SILENT_TOKENS_MAX else 0
             record.is_miscounted = isinstance(stopped_by, str)
 
     def _meet_first(self, event: bytes, data: bytes) -> None:

@@ -27,6 +27,8 @@ class Record:
     shape: Shape
     #: Longest sequence, prompt and output, that is carried; exactly this long still is.
     tokens_max: int = 131072
+    #: Longest sequence that the first engine makes, where it is known: then its answer has ended.
+    sequence_max: int | None = None
 
     #: The first event's data: whose id, created and model the client knows the stream by.
     first: bytes | None = None
@@ -231,9 +233,12 @@ class Record:
         self.replay = []
 
     def rest(self) -> int | None:
-        """Tokens left of the client's budget; None where it set none."""
-        budget = self.shape.budget
-        return None if budget is None else budget - self.tokens
+        """Tokens left of the client's budget and the first engine's context, as far as known."""
+        budget, most = self.shape.budget, self.sequence_max
+        left = [] if budget is None else [budget - self.tokens]
+        if most is not None and self.prompt_tokens is not None:
+            left.append(most - self.sequence_length)
+        return min(left, default=None)
 
     def identity(self) -> Json:
         """id, object, created and model of the stream, as the client knows them."""

@@ -83,7 +83,7 @@ def _form_of(event: bytes, start: int) -> Form | None:
 
 #: Looking for a number in bytes is many times faster than looking for a byte.
 _COMMA = ord(",")
-#: Events between two tries to learn a form; after each try one more.
+#: Events between two tries to learn a form, at most.
 _PATIENCE_MAX = 32
 #: There are as many forms as engines have ways to write.
 _compiled = lru_cache(maxsize=64)(Form.compile)
@@ -97,12 +97,13 @@ class Skimming(Noting):
         "_is_ids",
         "_match",
         "_own",
-        "_patience",
         "_shown",
         "_tail",
         "_tries",
         "asking",
         "forward",
+        "patience",
+        "skims",
     )
 
     def __init__(self, record: Record, engine: str, asking: Asking, *, is_fresh: bool) -> None:
@@ -110,9 +111,10 @@ class Skimming(Noting):
         self.asking = asking
         #: What to send to the client for the event that was read last.
         self.forward = b""
-        #: How plain events begin, up to their text, here and for the client; None: not yet known.
-        self._own: bytes | None = None
-        self._shown = b""
+        #: The form of plain events is known.
+        self.skims = False
+        #: How they begin, up to their text, here and for the client.
+        self._own = self._shown = b""
         #: How they end for the client, after their text; None: with what stands there.
         self._tail: bytes | None = None
         #: The rest of them; its groups are text and mark.
@@ -120,20 +122,21 @@ class Skimming(Noting):
         #: What the mark is, if there is one.
         self._is_ids = self._is_counted = False
         #: Events to pass before the next try to learn, and how many tries there were.
-        self._patience = self._tries = 0
+        self.patience = self._tries = 0
+
+    def lose_patience(self) -> None:
+        """Each try to learn lets more events pass before the next."""
+        self._tries = self.patience = min(self._tries + 1, _PATIENCE_MAX)
 
     def learn(self, event: bytes, own: bytes, shown: bytes, *, is_resumed: bool) -> None:
         """Skim what is of the form of this event, which was just read, if it is a plain one.
 
         `own` and `shown`: how events begin, up to their choices, here and for the client.
         """
-        if self._patience:
-            self._patience -= 1
-            return
-        self._tries = self._patience = min(self._tries + 1, _PATIENCE_MAX)
         form = _form_of(event, len(own)) if event.startswith(own) else None
         if form is None or (form.has_usage and not self._may_skim_usage(is_resumed=is_resumed)):
             return
+        self.skims = True
         self._own = own + form.opening
         self._shown = self._own if own == shown else shown + form.opening
         self._match = _compiled(form).fullmatch
@@ -155,9 +158,9 @@ class Skimming(Noting):
         return b"".join((form.middle, ids, form.rest, usage, b"}\n\n"))
 
     def skim(self, event: bytes) -> bool:
-        """Read a complete raw event with content, if it is of the known form; else it is unread."""
+        """Read a raw event that is complete and of the known form; any other is left unread."""
         own = self._own
-        if own is None or not event.startswith(own):
+        if not event.startswith(own):
             return False
         found = self._match(event, len(own))
         if found is None:

@@ -18,7 +18,7 @@ from router.answering import Answering
 from router.breaker import Permit
 from router.choosing import Choice
 from router.exchange import Exchange
-from router.headers import Headers, to_worker
+from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
 from router.pd.aborts import Aborts, DecodeWatch
 from router.pd.logprobs import PromptLogprobs
@@ -48,6 +48,8 @@ class Surroundings(Protocol):
     #: How long a prefill may take, from its own dispatch.
     prefill_seconds: float
     cancels_unmatched: bool
+    #: The client's key is the router's, and no business of a worker.
+    is_keyed: bool
     recomputes: bool
 
     def pool(self, worker: Worker) -> Pool:
@@ -133,9 +135,8 @@ class PairAttempt:
     def __attrs_post_init__(self) -> None:
         if self.orders.reading.wants_logprobs and not self.orders.is_serial:
             self.logprobs = PromptLogprobs()
-        authorization = next(
-            (v for k, v in self.exchange.call.headers if k == b"authorization"), None
-        )
+        key = find(self.exchange.call.headers, b"authorization")
+        authorization = None if self.around.is_keyed else key
         self.watch = DecodeWatch(self.around.aborts, self.orders.rid, authorization)
 
     def begin(self) -> None:
@@ -319,7 +320,7 @@ class PairAttempt:
             pool.base_path,
             self.orders.target,
             pool.authority,
-            to_worker(headers, identity=True),
+            to_worker(headers, identity=True, is_keyed=self.around.is_keyed),
             self._engine_id().encode(),
             len(body),
         )

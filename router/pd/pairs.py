@@ -69,6 +69,7 @@ class Pairs:
     pairing: Pairing = field(init=False)
     prefill_seconds: float = field(init=False)
     cancels_unmatched: bool = field(init=False)
+    is_keyed: bool = field(init=False)
     recomputes: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -76,6 +77,7 @@ class Pairs:
         self.choose_by(random.Random())
         self.prefill_seconds = settings.request_timeout_secs or PREFILL_SECONDS
         self.cancels_unmatched = settings.pd_cancel_unmatched_prefill
+        self.is_keyed = bool(settings.api_key)
         self.recomputes = settings.pd_recompute
 
     def choose_by(self, luck: random.Random) -> None:

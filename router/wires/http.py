@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import httptools
-import trio
 from attrs import define, field
 
 from router.headers import Headers

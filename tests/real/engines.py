@@ -107,7 +107,11 @@ def vllm(*flags: str) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def sglang(*flags: str) -> Iterator[Engine]:
-    """SGLang; its /v1/loads counts what its scheduler holds."""
+    """SGLang; its /v1/loads counts what its scheduler holds.
+
+    Its memory is bounded by the tokens. The fraction is generous, since SGLang takes memory that
+    others take while it loads its weights for its own, and gives up where that is more.
+    """
     venv = _there(places.SGLANG_VENV)
     port = free_port()
     command: list[str | Path] = [
@@ -115,7 +119,7 @@ def sglang(*flags: str) -> Iterator[Engine]:
         *("--model-path", places.MODEL, "--served-model-name", places.MODEL_NAME),
         *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"),
         *("--context-length", CONTEXT, "--max-total-tokens", "16384"),
-        *("--max-running-requests", "8", "--mem-fraction-static", "0.05"),
+        *("--max-running-requests", "8", "--mem-fraction-static", "0.3"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
         *("--skip-server-warmup", *flags),
