@@ -22,7 +22,7 @@ endif
 .PHONY: help setup demo test lint format types check diagrams bench real clean stale
 
 help:
-	@echo 'make demo      a worker dies, a client leaves, and nobody else notices (a minute)'
+	@echo 'make demo      a worker dies, a client leaves, a prefill fails (half a minute)'
 	@echo 'make test      all tests'
 	@echo 'make lint      style of the code          make format    put it right'
 	@echo 'make types     mypy --strict'

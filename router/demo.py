@@ -24,7 +24,9 @@ from statemachines import REQUEST
 
 START_SECONDS = 30.0
 MODEL = "tiny"
+PAIR_MODEL = "tiny-pair"
 TOKEN_SECONDS = 0.04
+PREFILL_SECONDS = 0.6
 PROMPT = "Tell me a story about a relay race."
 
 
@@ -46,6 +48,7 @@ class Stage:
     """The processes, and a client for the router."""
 
     workers: list[Child] = field(factory=list)
+    halves: list[Child] = field(factory=list)
     router: Child | None = None
     client: httpx.AsyncClient = field(factory=lambda: httpx.AsyncClient(timeout=30))
 
@@ -91,6 +94,7 @@ async def _demo() -> None:
             await _scene_move(stage)
             await _scene_kill(stage)
             await _scene_leave(stage)
+            await _scene_prefill(nursery, stage)
             _say("\nEvery scene went as told. Next: docs/statemachines.md, and `baton check`.")
         finally:
             with trio.move_on_after(5) as cleanup:
@@ -148,10 +152,11 @@ async def _start(nursery: trio.Nursery, name: str, words: list[str]) -> Child:
 
 async def _tear_down(stage: Stage) -> None:
     await stage.client.aclose()
-    children = [*stage.workers, *([stage.router] if stage.router else [])]
+    engines = [*stage.workers, *stage.halves]
+    children = [*engines, *([stage.router] if stage.router else [])]
     for child in reversed(children):
         if child.process.poll() is None:
-            os.kill(child.process.pid, signal.SIGKILL if child in stage.workers else signal.SIGTERM)
+            os.kill(child.process.pid, signal.SIGKILL if child in engines else signal.SIGTERM)
     for child in children:
         await child.process.wait()
 
@@ -199,7 +204,8 @@ async def _kill_who_serves(stage: Stage) -> None:
 
 
 async def _kill(stage: Stage, name: str) -> None:
-    victim = next(worker for worker in stage.workers if worker.name == name)
+    engines = [*stage.workers, *stage.halves]
+    victim = next(worker for worker in engines if worker.name == name)
     os.kill(victim.process.pid, signal.SIGKILL)
     await victim.process.wait()
 
@@ -243,12 +249,83 @@ async def _scene_leave(stage: Stage) -> None:
     await _show_path(stage, request_id)
 
 
+async def _scene_prefill(nursery: trio.Nursery, stage: Stage) -> None:
+    _title("6. A prefill worker is killed before the first token; its decode would wait")
+    await _add_pair(nursery, stage)
+    await _tell(stage, "demo-pair", tokens=24, model=PAIR_MODEL)
+    _say("  that came from a pair; again, and prefill is killed while it computes:")
+    prefill, decode = stage.halves
+    told: list[tuple[float, int, str]] = []
+    async with trio.open_nursery() as asking:
+        asking.start_soon(_hear_error, stage, "demo-prefill", told)
+        await trio.sleep(PREFILL_SECONDS / 2)
+        killed = trio.current_time()
+        await _kill(stage, prefill.name)
+    [(moment, status, code)] = told
+    # A kept connection that ends before an answer is tried once more, on a new one.
+    words = ("upstream_broken", "upstream_unreachable")
+    _check(status == 502 and code in words, "the client was told that prefill broke off")
+    _say(f"  {(moment - killed) * 1000:.1f} ms after the kill the client has its {status} ({code})")
+    with trio.fail_after(5):
+        await _wait_until(partial(_is_idle, stage, decode), pause_seconds=0.001)
+    freed = (trio.current_time() - killed) * 1000
+    _say(f"  {freed:.1f} ms after the kill decode is free; alone it would have waited 300 s")
+    await _show_path(stage, "demo-prefill")
+
+
+async def _add_pair(nursery: trio.Nursery, stage: Stage) -> None:
+    """Start two simulated SGLang halves and tell the router of them."""
+    for role in ("prefill", "decode"):
+        words = ["sim", "--engine", "sglang", "--role", role, "--name", role, "--port", "0"]
+        words += ["--model", PAIR_MODEL, "--token-seconds", str(TOKEN_SECONDS)]
+        words += ["--first-token-seconds", str(PREFILL_SECONDS if role == "prefill" else 0.0)]
+        half = await _start(nursery, role, words)
+        stage.halves.append(half)
+        worker = {"url": half.url, "id": role, "role": role, "engine": "sglang"}
+        if role == "prefill":
+            info = (await stage.client.get(half.url + "/server_info")).json()
+            worker["bootstrap_port"] = info["disaggregation_bootstrap_port"]
+        answer = await stage.client.post(stage.url + "/v1/workers", json=worker)
+        _check(answer.status_code == 201, f"the router takes the {role} worker")
+        _say(f"  {role:7} {half.url}  (process {half.process.pid})")
+    with trio.fail_after(START_SECONDS):
+        await _wait_until(partial(_serves, stage, PAIR_MODEL), pause_seconds=0.1)
+
+
+async def _serves(stage: Stage, model: str) -> bool:
+    answer = await stage.client.post(
+        stage.url + "/v1/chat/completions", json=_body(tokens=1, stream=False, model=model)
+    )
+    return answer.status_code == 200
+
+
+async def _hear_error(stage: Stage, request_id: str, told: list[tuple[float, int, str]]) -> None:
+    """Ask the pair for a stream, and keep when an error came and which."""
+    answer = await stage.client.post(
+        stage.url + "/v1/chat/completions",
+        json=_body(tokens=24, stream=True, model=PAIR_MODEL),
+        headers={"x-request-id": request_id},
+    )
+    told.append(
+        (
+            trio.current_time(),
+            answer.status_code,
+            answer.headers.get("x-router-error-code", ""),
+        )
+    )
+
+
+async def _is_idle(stage: Stage, engine: Child) -> bool:
+    state = (await stage.client.get(engine.url + "/sim/state")).json()
+    return bool(state["inflight"] == 0)
+
+
 #### The client
 
 
-def _body(*, tokens: int, stream: bool) -> dict[str, object]:
+def _body(*, tokens: int, stream: bool, model: str = MODEL) -> dict[str, object]:
     return {
-        "model": MODEL,
+        "model": model,
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": tokens,
         "stream": stream,
@@ -258,12 +335,12 @@ def _body(*, tokens: int, stream: bool) -> dict[str, object]:
 
 @asynccontextmanager
 async def _streaming(
-    stage: Stage, request_id: str, *, tokens: int
+    stage: Stage, request_id: str, *, tokens: int, model: str = MODEL
 ) -> AsyncIterator[AsyncIterator[str]]:
     async with stage.client.stream(
         "POST",
         stage.url + "/v1/chat/completions",
-        json=_body(tokens=tokens, stream=True),
+        json=_body(tokens=tokens, stream=True, model=model),
         headers={"x-request-id": request_id},
     ) as answer:
         yield answer.aiter_lines()
@@ -275,6 +352,7 @@ async def _tell(
     *,
     tokens: int,
     midway: Callable[[], Awaitable[None]] | None = None,
+    model: str = MODEL,
 ) -> str:
     """Show a stream as it comes; returns its text, and checks that it ended well.
 
@@ -282,7 +360,7 @@ async def _tell(
     """
     sys.stdout.write("  client reads: ")
     text, is_done, pieces = "", False, 0
-    async with _streaming(stage, request_id, tokens=tokens) as lines:
+    async with _streaming(stage, request_id, tokens=tokens, model=model) as lines:
         async for line in lines:
             if line == "data: [DONE]":
                 is_done = True

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -84,8 +84,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def vllm(*flags: str) -> Iterator[Engine]:
-    """vLLM; its /load counts the requests whose clients are still there."""
+def vllm(*flags: str, settings: Mapping[str, str] | None = None) -> Iterator[Engine]:
+    """vLLM; its /load counts the requests whose clients are still there.
+
+    `settings` are more of its environment; with them it is half of a pair.
+    """
     venv = _there(places.VLLM_VENV)
     port = free_port()
     command: list[str | Path] = [
@@ -100,17 +103,19 @@ def vllm(*flags: str) -> Iterator[Engine]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",
+        **(settings or {}),
     }
     with _engine("vllm", port, command, environment, "EngineCore", _vllm_requests) as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def sglang(*flags: str) -> Iterator[Engine]:
+def sglang(*flags: str, settings: Mapping[str, str] | None = None) -> Iterator[Engine]:
     """SGLang; its /v1/loads counts what its scheduler holds.
 
     Its memory is bounded by the tokens. The fraction is generous, since SGLang takes memory that
     others take while it loads its weights for its own, and gives up where that is more.
+    `settings` are more of its environment; with them it is half of a pair.
     """
     venv = _there(places.SGLANG_VENV)
     port = free_port()
@@ -124,8 +129,16 @@ def sglang(*flags: str) -> Iterator[Engine]:
         *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
         *("--skip-server-warmup", *flags),
     ]
-    environment = {**OFFLINE, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-    with _engine("sglang", port, command, environment, "scheduler", _sglang_requests) as engine:
+    environment = {
+        **OFFLINE,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        **(settings or {}),
+    }
+    is_alone = settings is None
+    with _engine(
+        "sglang", port, command, environment, "scheduler", _sglang_requests, is_alone=is_alone
+    ) as engine:
         yield engine
 
 
@@ -140,19 +153,27 @@ def _engine(
     environment: dict[str, str],
     core: str,
     requests: Callable[[int], int],
+    *,
+    is_alone: bool = True,
 ) -> Iterator[Engine]:
     name = f"{kind}-{port}"
+    # Half of a pair computes nothing alone, and says by its health that it has begun.
+    is_ready = _computes if is_alone else _is_well
     with session(name, command, environment) as process:
-        wait_ready(name, process, lambda: _computes(port), START_SECONDS)
+        wait_ready(name, process, lambda: is_ready(port), START_SECONDS)
         yield Engine(kind, port, process, core, requests)
 
 
 def _computes(port: int) -> bool:
     """Whether a whole request succeeds: a health endpoint may answer before the model does."""
-    if get(port, "/health").status != 200:
+    if not _is_well(port):
         return False
     body = {"model": places.MODEL_NAME, "prompt": "a", "max_tokens": 1}
     return post(port, "/v1/completions", body).status == 200
+
+
+def _is_well(port: int) -> bool:
+    return get(port, "/health").status == 200
 
 
 def _vllm_requests(port: int) -> int:

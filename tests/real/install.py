@@ -18,13 +18,17 @@ from tests.real import places
 
 HERE = Path(__file__).parent
 VLLM_VERSION, SGLANG_VERSION, KERNEL_VERSION = "0.32.0", "0.5.23", "0.4.10"
+NIXL_VERSION = "1.5.1"
+MOONCAKE, MOONCAKE_VERSION = "mooncake-transfer-engine-non-cuda", "0.3.13.post1"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main() -> None:
     install_vllm(places.VLLM_VENV)
+    install_nixl(places.VLLM_VENV)
     make_model(places.VLLM_VENV, places.MODEL)
     install_sglang(places.SGLANG_VENV)
+    install_mooncake(places.SGLANG_VENV)
 
 
 def install_vllm(venv: Path) -> None:
@@ -44,6 +48,49 @@ def install_vllm(venv: Path) -> None:
     metadata = re.sub(r"(?m)^Version: .*$", f"Version: {VLLM_VERSION}+cpu", metadata, count=1)
     shutil.copy(real / "entry_points.txt", alias)
     (alias / "METADATA").write_text(metadata)
+
+
+def install_nixl(venv: Path) -> None:
+    """How halves of a vLLM pair hand over, here over TCP. 69 MB."""
+    if _has(venv, "nixl-cu12"):
+        return
+    _announce(f"NIXL {NIXL_VERSION} into {venv}")
+    _pip(venv, "install", "--no-deps", f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}")
+
+
+def install_mooncake(venv: Path) -> None:
+    """How halves of an SGLang pair hand over, here over TCP.
+
+    It needs the system's libibverbs, librdmacm and libnuma, which nobody but root can install.
+    """
+    packages = _packages(venv) / "sglang" / "srt"
+    _without_cuda(packages / "disaggregation" / "prefill.py", _PINNED, _TENSOR_INDICES)
+    _without_cuda(packages / "mem_cache" / "pool_host" / "common.py", _REGISTERED)
+    if _has(venv, MOONCAKE):
+        return
+    _announce(f"{MOONCAKE} into {venv}")
+    _pip(venv, "install", "--no-deps", f"{MOONCAKE}=={MOONCAKE_VERSION}")
+
+
+def _without_cuda(module: Path, *guards: tuple[str, str]) -> None:
+    """Three places of SGLang take a GPU for granted; each is told to look first."""
+    text = module.read_text()
+    for before, after in guards:
+        if after not in text:
+            text = text.replace(before, after)
+    module.write_text(text)
+
+
+_PINNED = ("pin_memory=True", "pin_memory=torch.cuda.is_available()")
+_TENSOR_INDICES = (
+    'if getattr(sender, "supports_host_tensor_indices", False) and not (',
+    "if torch.cuda.is_available() and getattr("
+    'sender, "supports_host_tensor_indices", False) and not (',
+)
+_REGISTERED = (
+    "    if pin_memory:\n        _cuda_host_register(",
+    "    if pin_memory and torch.cuda.is_available():\n        _cuda_host_register(",
+)
 
 
 def install_sglang(venv: Path) -> None:

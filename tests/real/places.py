@@ -13,4 +13,5 @@ ROUTER = os.environ.get(
     "{python} -m router serve --host 127.0.0.1 --port {port} --worker-urls {workers}",
 )
 """The router under test; any other can stand in, to see what the tests make of it."""
+PAIR_ROUTER = "{python} -m router serve --host 127.0.0.1 --port {port} {workers}"
 MODEL_NAME = "tiny"

@@ -5,7 +5,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import h11
 from attrs import Factory, define
@@ -22,9 +22,24 @@ LAST_CHUNK_SECONDS = 2.0
 @contextlib.contextmanager
 def routed(*workers: str, flags: str = "") -> Iterator[int]:
     """Starts the router in front of these URLs; the port, once it knows the model."""
+    with _running(places.ROUTER, flags, workers) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def routed_pair(prefill: str, bootstrap: int | None, decode: str, flags: str = "") -> Iterator[int]:
+    """Starts the router in front of a pair; the port, once the pair is complete."""
+    halves = ["--prefill", prefill, *([] if bootstrap is None else [str(bootstrap)])]
+    with _running(places.PAIR_ROUTER, flags, [*halves, "--decode", decode]) as port:
+        assert wait_until(lambda: get(port, "/readyz").status == 200, START_SECONDS)
+        yield port
+
+
+@contextlib.contextmanager
+def _running(command: str, flags: str, workers: Sequence[str]) -> Iterator[int]:
     port = free_port()
     words: list[str] = []
-    for word in f"{places.ROUTER} {flags}".split():
+    for word in f"{command} {flags}".split():
         if word == "{workers}":
             words += workers
         else:

@@ -30,4 +30,6 @@ def test_the_routers_key_reaches_neither() -> None:
 def test_a_clients_rank_reaches_neither() -> None:
     result = run("500@1", "", CLIENT)
 
-    assert not any("x-data-parallel-rank" in each for each in (*result.p.headers, *result.d.headers))
+    assert not any(
+        "x-data-parallel-rank" in each for each in (*result.p.headers, *result.d.headers)
+    )

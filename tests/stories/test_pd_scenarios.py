@@ -331,6 +331,18 @@ def test_14_decodes_error_is_final(code: int, stream: bool) -> None:
 
 
 @STREAMED
+@pytest.mark.parametrize("code", [400, 500])
+def test_15_decodes_error_stays_whole(code: int, stream: bool) -> None:
+    """Prefill fails between the two halves of its body."""
+    decode = f"errorhead:{code}@1,errorrest:{code}@3"
+
+    result = run("400@2", decode, Client(stream=stream))
+
+    assert (result.one.status, result.one.json) == (code, error_body(code))
+    assert result.one.ended_at == pytest.approx(3)
+
+
+@STREAMED
 @pytest.mark.parametrize(
     ("prefill_at", "decode_at", "winner"), [(1.0, 1.0, "p"), (1.0, 0.999, "d"), (0.999, 1.0, "p")]
 )
@@ -667,6 +679,7 @@ def test_29_a_prefill_of_200_megabytes_is_read_in_little_memory(is_stream: bool)
 #### 30: all at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_30_a_soak_of_faults(seed: int) -> None:
     """Every leg booked once, nothing left over; what is checked after every run is checked here."""

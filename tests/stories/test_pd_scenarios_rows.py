@@ -127,10 +127,10 @@ def test_b4_prefill_that_nobody_reaches(stream: bool) -> None:
 )
 def test_b4_prefill_that_stays_silent(clock: str, stream: bool) -> None:
     """It is closed by its own clock only, which is the request's, from its own dispatch."""
-    settings: dict[str, object] = {f"{clock}_timeout_secs": 3.0}
+    settings = {"request_timeout_secs": 10.0} | {f"{clock}_timeout_secs": 3.0}
 
     result = run(
-        UNANSWERED, UNANSWERED, Client(stream=stream), settings=settings, looks=(3.5,), rest=2000.0
+        UNANSWERED, UNANSWERED, Client(stream=stream), settings=settings, looks=(3.5,), rest=20.0
     )
 
     assert (result.one.status, result.one.code) == (504, f"{clock}_timeout")
@@ -316,7 +316,9 @@ def test_d1_prefill_fails_between_decodes_head_and_its_first_token(
     ],
 )
 def test_d2_prefill_fails_after_the_first_token(prefill: str, booked: str) -> None:
-    result = run(prefill, "head@1,token@2,token:b@4,done@4", rest=2000.0)
+    settings = {"request_timeout_secs": 10.0}
+
+    result = run(prefill, "head@1,token@2,token:b@4,done@4", settings=settings, rest=20.0)
 
     assert (result.one.ending, result.one.text) == ("clean", "ab")
     assert (result.rows("p0"), result.rows("d0")) == ([booked], ["success"])

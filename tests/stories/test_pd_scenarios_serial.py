@@ -202,7 +202,7 @@ def test_s7_decodes_stream_breaks(decode: str) -> None:
 
 @STREAMED
 @pytest.mark.parametrize("way", ["leaves_at", "half_closes_at", "resets_at"])
-def test_s8_the_client_leaves_during_prefill(way: str, stream: bool) -> None:
+def test_27_s8_the_client_leaves_during_prefill(way: str, stream: bool) -> None:
     client = Client(stream=stream, **{way: 0.5})  # type: ignore[arg-type]
 
     result = serial("kv@1", "", client, looks=(0.6,))
@@ -215,7 +215,7 @@ def test_s8_the_client_leaves_during_prefill(way: str, stream: bool) -> None:
 
 
 @STREAMED
-def test_s9_the_client_leaves_as_prefill_hands_over(stream: bool) -> None:
+def test_27_s9_the_client_leaves_as_prefill_hands_over(stream: bool) -> None:
     """Of one moment prefill comes first, then the client."""
     result = serial("kv@1", "", Client(stream=stream, leaves_at=1.0))
 
@@ -227,7 +227,7 @@ def test_s9_the_client_leaves_as_prefill_hands_over(stream: bool) -> None:
 
 @STREAMED
 @pytest.mark.parametrize("decode", ["", "head@2,token@2"])
-def test_s10_the_client_leaves_during_decode(decode: str, stream: bool) -> None:
+def test_27_s10_the_client_leaves_during_decode(decode: str, stream: bool) -> None:
     result = serial(KV, decode, Client(stream=stream, leaves_at=3.0), looks=(3.1,))
 
     assert result.d.left_at == [pytest.approx(3)]
