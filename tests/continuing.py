@@ -66,8 +66,8 @@ class Engine:
             1_800_000_000,
             0,
             200,
+            0,
             lambda n: f"{self._random.getrandbits(4 * n):0{n}x}",
-            kv_port=0,
         )
 
     def stream(self, path: str, body: bytes) -> list[bytes] | Reply:

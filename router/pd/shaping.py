@@ -229,12 +229,15 @@ class _Prefilled(msgspec.Struct, gc=False):
 
 
 class _Handoff(msgspec.Struct, gc=False):
-    """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it."""
+    """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it.
 
-    remote_block_ids: list[msgspec.Raw]
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
+    A member that is not there at all belongs to another connector, which may have other words.
+    """
+
+    remote_block_ids: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
+    remote_engine_id: str | msgspec.UnsetType = msgspec.UNSET
+    remote_host: str | msgspec.UnsetType = msgspec.UNSET
+    remote_port: int | msgspec.UnsetType = msgspec.UNSET
 
 
 _PREFILLED = msgspec.json.Decoder(_Prefilled)
@@ -248,4 +251,5 @@ def handoff_of(answer: bytes) -> bytes | None:
         blocks = _HANDOFF.decode(found).remote_block_ids
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found if blocks else None
+    is_empty = blocks == [] or not read_members(found)
+    return None if is_empty else found
