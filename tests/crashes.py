@@ -23,7 +23,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 import router
 from router.app import App, beneath
+from router.calls import _split
 from router.logs import configure
+from router.migration.skimming import _compiled
 from router.sim import SimEngine, SimSettings
 from router.workerspec import WorkerSpec
 from tests.leftovers import Lines, hurried, left_of
@@ -154,6 +156,10 @@ def play(scene: Scene, name: str, number: int) -> World:
     return world
 
 
+#: What a process remembers for good would not run a second time.
+_REMEMBERED = (beneath, _split, _compiled)
+
+
 @cache
 def _names(code: CodeType) -> str | None:
     """`module.qualified_name` of a function of the router; None for anybody else's."""
@@ -168,7 +174,8 @@ def _names(code: CodeType) -> str | None:
 
 def _run(scene: Scene, trace: Trace) -> World:
     random.seed(1)
-    beneath.cache_clear()  # what one run remembers does not run in the next
+    for each in _REMEMBERED:
+        each.cache_clear()  # what one run remembers does not run in the next
     trio._core._run._r.seed(1)
     clock = MockClock(autojump_threshold=0)
     return trio.run(_play, scene, trace, clock=clock, strict_exception_groups=True)

@@ -225,6 +225,12 @@ def test_half_a_handoff_is_none(name: str, value: object) -> None:
     assert handoff_of(broken) is None
 
 
+def test_a_handoff_without_blocks_is_none() -> None:
+    told = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}
+
+    assert handoff_of(msgspec.json.encode({"kv_transfer_params": told})) is None
+
+
 def test_a_handoff_in_the_words_of_another_connector_goes_on() -> None:
     assert handoff_of(b'{"kv_transfer_params":{"transfer_id":"x"}}') == b'{"transfer_id":"x"}'
 

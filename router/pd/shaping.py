@@ -231,7 +231,8 @@ class _Prefilled(msgspec.Struct, gc=False):
 class _Handoff(msgspec.Struct, gc=False):
     """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it.
 
-    A member that is not there at all belongs to another connector, which may have other words.
+    Without blocks it is none of vLLM's, whose word for them is the one that all versions share; a
+    connector with other words altogether has a hand-off of its own.
     """
 
     remote_block_ids: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
@@ -251,5 +252,7 @@ def handoff_of(answer: bytes) -> bytes | None:
         blocks = _HANDOFF.decode(found).remote_block_ids
     except (msgspec.DecodeError, RecursionError):
         return None
-    is_empty = blocks == [] or not read_members(found)
-    return None if is_empty else found
+    members = read_members(found) or {}
+    is_of_vllm = any(map(_is_of_handoff, members))
+    is_whole = blocks is not msgspec.UNSET and bool(blocks) if is_of_vllm else bool(members)
+    return found if is_whole else None
