@@ -9,7 +9,7 @@
  * router's CPU and memory does it before the connections go), then prints one JSON object.
  *
  * An answer counts as an error unless it is a whole 200; a stream also needs a finish reason and
- * [DONE]. Latency of an event is now minus the "ts" its worker wrote into it. */
+ * [DONE]. Latency of an event is now minus the "ts=" its worker wrote into it. */
 #define _GNU_SOURCE
 #include "wire.h"
 
@@ -123,9 +123,9 @@ static void read_event(struct connection *c, const char *event, size_t length, i
     const char *at = find(event, length, "\"finish_reason\":");
     if (at != NULL && at[16 + strspn(at + 16, " ")] == '"') c->finished = true;
     if (find(event, length, "data: [DONE]") != NULL) c->done = true;
-    at = find(event, length, "\"ts\":");
+    at = find(event, length, " ts=");
     if (at == NULL) return;
-    record(&latency, strtoll(at + 5, NULL, 10), now);
+    record(&latency, strtoll(at + 4, NULL, 10), now);
     if (!c->token_seen) record(&first_token, c->sent_at, now);
     c->token_seen = true;
     if (measuring) seen.tokens++;

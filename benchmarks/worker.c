@@ -2,8 +2,9 @@
  *
  * It speaks just enough of vLLM's HTTP/1.1 for routers to accept it: models, version, health, chat
  * and text completions, unary and streamed. How many tokens a stream has is the request's own
- * max_tokens. Every token is one event in one chunk; it carries CLOCK_MONOTONIC in "ts", which the
- * load client (same machine, same clock) subtracts to get one-way latency.
+ * max_tokens. Every token is one event in one chunk; its text ends with CLOCK_MONOTONIC, which
+ * the load client (same machine, same clock) subtracts to get one-way latency. So the events of a
+ * stream differ in their text alone (and their ids), as those of a real engine do.
  *
  *   worker PORT RATE [stepped]
  *
@@ -76,9 +77,9 @@ static void put_token(struct connection *c, int64_t now) {
     bool last = c->sent + 1 == c->tokens;
     if (c->with_ids) sprintf(ids, ",\"token_ids\":[%ld]", 1000 + c->sent % 30000);
     int length = sprintf(event,
-                         CHUNK ",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%s\"},\"logprobs\":null,"
-                               "\"finish_reason\":%s%s}],\"ts\":%lld}\n\n",
-                         WORDS[c->sent & 7], last ? "\"length\"" : "null", ids, (long long)now);
+                         CHUNK ",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%s ts=%lld\"},\"logprobs\":null,"
+                               "\"finish_reason\":%s%s}]}\n\n",
+                         WORDS[c->sent & 7], (long long)now, last ? "\"length\"" : "null", ids);
     put_chunk(&c->out, event, length);
     c->sent++;
 }

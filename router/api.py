@@ -13,14 +13,14 @@ from urllib.parse import unquote
 
 import msgspec
 
-from router.calls import Call
+from router.calls import Call, has_key
 from router.errors import Refusal
 from router.front import ClientChannel
 from router.headers import lines_of, request_id_of
 from router.metrics import Metrics
 from router.options import SettingsError
 from router.reactor import Reactor
-from router.routes import has_key, route_of
+from router.routes import route_of
 from router.series import CONTENT_TYPE
 from router.serving import Serving
 from router.ticket import Ticket

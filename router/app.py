@@ -27,6 +27,7 @@ from router.booking import Booking
 from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
+from router.connection import Connection
 from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
@@ -35,7 +36,8 @@ from router.pd.aborts import Aborts
 from router.probing import probe_forever
 from router.reactor import Listener, Rank, Reactor
 from router.serving import Serving
-from router.sockets import Network, Socket, TcpNetwork, TlsTarget
+from router.sockets import Network, Socket, TlsTarget
+from router.tcp import TcpNetwork
 from router.ticket import Ticket
 from router.websocket import Feed
 from router.wires.client import PoolTransport
@@ -88,7 +90,7 @@ class App:
             self._tls = _tls_context(settings)  # a file that is none must end the start
         self.metrics = Metrics(self)
         booking = Booking(self.metrics, self.feed, self.logs)
-        self.reactor = Reactor(self.network, self._on_reactor_bug)
+        self.reactor = Reactor(self.network, self._on_reactor_bug, self.logs.writer)
         self.fleet = Fleet(
             settings,
             worker_listeners=(booking.listener("worker"),),
@@ -130,6 +132,7 @@ class App:
             idle_seconds=settings.keep_alive_timeout_secs,
             stall_seconds=settings.client_stall_timeout_secs,
             call_seconds=settings.request_timeout_secs,
+            keys=_keys(settings),
         )
 
     # What others ask for
@@ -236,8 +239,14 @@ class App:
 
     def _accepted(self, sock: Socket) -> None:
         assert self._front is not None
-        channel = ClientChannel(self.reactor, sock, self._limits)
-        self._front.start_soon(self.serving.serve_connection, channel, self._api.answer)
+        try:
+            channel = ClientChannel(self.reactor, sock, self._limits)
+        except Exception:
+            sock.close()
+            raise
+        connection = Connection(channel, self.serving, self._api.answer)
+        # A background task, too: whatever goes wrong in it ends nothing else.
+        self._front.start_soon(self._in_background, connection.serve)
 
     # Workers
 
@@ -294,6 +303,12 @@ class App:
     def _fire(self, fact: str) -> None:
         ROUTER.fire(self, fact)
         _log.info("router", fact=fact, state=self.state.value)
+
+
+def _keys(settings: Settings) -> tuple[str, ...]:
+    """All that open something; none where everybody may send requests."""
+    admin = () if settings.admin_key is None else (settings.admin_key,)
+    return (*settings.api_key, *admin) if settings.api_key else ()
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext:

@@ -8,8 +8,11 @@ the calls; after it nothing more is read.
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
+from functools import lru_cache
 
 import httptools
 from attrs import define, field, frozen
@@ -17,6 +20,8 @@ from attrs import define, field, frozen
 from router.errors import Refusal
 from router.headers import Headers, find
 
+#: Largest body of a call without a key where one is asked for: enough to answer it in order.
+STRANGER_BYTES_MAX = 64 * 1024
 #: What is kept for a WebSocket whose handshake is not answered yet.
 UNREAD_BYTES_MAX = 64 * 1024
 
@@ -32,6 +37,8 @@ class Limits:
     stall_seconds: float
     #: From the first byte of a head to the last of its body.
     call_seconds: float = 0.0
+    #: Whoever has none of these may not bring a large body; empty where everybody is served.
+    keys: tuple[str, ...] = ()
 
 
 @define(eq=False)
@@ -64,11 +71,14 @@ class CallReader:
     """Cuts a connection's bytes into calls."""
 
     __slots__ = (
+        "_add",
         "_beside",
         "_body",
         "_body_bytes",
+        "_body_bytes_max",
         "_call",
         "_fed",
+        "_feeding",
         "_limits",
         "_now",
         "_parser",
@@ -98,10 +108,14 @@ class CallReader:
         self._target: list[bytes] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_bytes_max = limits.body_bytes_max
         #: Bytes read since the last that belonged to a body.
         self._beside = 0
+        #: Bytes of the head being read, as far as they came before those being fed.
         self._fed = 0
+        self._feeding = 0
         self._now = 0.0
+        self._add = self._call.headers.append
 
     def feed(self, data: bytes, now: float) -> None:
         """Read on; what was completed or refused stands in `calls`."""
@@ -120,7 +134,8 @@ class CallReader:
     def _parse(self, data: bytes) -> bytes:
         """Read on; returns what must be read anew, since a request asked for an upgrade."""
         body_bytes = self._body_bytes
-        self._fed += len(data)
+        self._feeding = len(data)
+        self._fed += self._feeding
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -153,7 +168,8 @@ class CallReader:
     # What httptools reports
 
     def on_message_begin(self) -> None:
-        self._call = Call()
+        self._call = call = Call()
+        self._add = call.headers.append
         self._target = []
         self._body = []
         self._body_bytes = 0
@@ -166,17 +182,16 @@ class CallReader:
         self._target.append(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.reading is Reading.HEAD:
-            self._call.headers.append((name.lower(), value))
+        self._add((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         call, parser = self._call, self._parser
         call.method = parser.get_method().decode()
-        call.target = target = _origin_form(b"".join(self._target))
-        call.path = target.partition(b"?")[0].decode("latin-1")
+        call.target, call.path = _split(b"".join(self._target))
         call.http_10 = parser.get_http_version() != "1.1"
         call.keep_alive = parser.should_keep_alive()
         self.reading = Reading.BODY
+        self._add = _ignore  # what comes behind a body is nobody's
         refusal = self._refusal_of_head(call)
         if refusal is not None:
             self.refuse(refusal)
@@ -184,7 +199,7 @@ class CallReader:
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
-        if self._body_bytes > self._limits.body_bytes_max:
+        if self._body_bytes > self._body_bytes_max:
             self.refuse(self._too_large_body())
             raise _Refused
         self._body.append(data)
@@ -199,20 +214,28 @@ class CallReader:
 
     def _refusal_of_head(self, call: Call) -> Refusal | None:
         """What is wrong with a head, beyond its grammar."""
-        hosts = size = 0
-        for name, value in call.headers:
-            size += len(name) + len(value) + 4
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-length" and int(value) > self._limits.body_bytes_max:
-                return self._too_large_body()
-            elif name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
+        headers = call.headers
+        named = dict(headers)
+        limits = self._limits
+        self._body_bytes_max = limits.body_bytes_max
+        if limits.keys and not has_key(call, limits.keys):
+            self._body_bytes_max = min(STRANGER_BYTES_MAX, limits.body_bytes_max)
+        if b"content-length" in named and int(named[b"content-length"]) > self._body_bytes_max:
+            return self._too_large_body()
+        for name, value in headers if b"transfer-encoding" in named else ():
+            if name == b"transfer-encoding" and (call.http_10 or value.lower() != b"chunked"):
                 return Refusal("bad_request", "The only transfer coding here is chunked.")
-            elif name == b"expect":
-                self.expects_continue = value.lower() == b"100-continue" and not call.http_10
-        if size + len(call.target) > self._limits.head_bytes_max:
-            return self._too_large_head()
-        if not call.http_10 and hosts != 1:
+        if b"expect" in named:
+            self.expects_continue = named[b"expect"].lower() == b"100-continue" and not call.http_10
+        if self._fed or self._feeding > self._limits.head_bytes_max:
+            # It is no larger than what brought it, unless it came in several pieces.
+            size = sum([len(name) + len(value) + 4 for name, value in headers])
+            if size + len(call.target) > self._limits.head_bytes_max:
+                return self._too_large_head()
+        if not call.http_10 and (
+            b"host" not in named
+            or (len(named) != len(headers) and [name for name, _ in headers].count(b"host") != 1)
+        ):
             return Refusal("bad_request", "A request has exactly one Host header.")
         if call.http_10 and self._parser.get_http_version() != "1.0":
             return Refusal("bad_request", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
@@ -220,6 +243,8 @@ class CallReader:
 
     def _too_large_body(self) -> Refusal:
         limit = self._limits.body_bytes_max
+        if self._body_bytes_max < limit:
+            return Refusal("unauthorized", "A valid key is required to send so much.")
         return Refusal("body_too_large", f"The body is larger than {limit} bytes.")
 
     def _too_large_head(self) -> Refusal:
@@ -251,7 +276,25 @@ class CallReader:
         return _head_without_upgrade(call) + rest
 
 
+def _ignore(_header: tuple[bytes, bytes]) -> None:
+    pass
+
+
+def has_key(call: Call, keys: Sequence[str]) -> bool:
+    """Whether a call carries one of these keys as its bearer token; compared in constant time."""
+    scheme, _, token = (find(call.headers, b"authorization") or b"").partition(b" ")
+    found = [hmac.compare_digest(token.strip(), key.encode()) for key in keys]
+    return scheme.lower() == b"bearer" and any(found)
+
+
 _FRAMING = (b"content-length", b"transfer-encoding")
+
+
+@lru_cache(maxsize=256)
+def _split(target: bytes) -> tuple[bytes, str]:
+    """The target as it is passed on, and its path alone; clients ask for few of them."""
+    target = _origin_form(target)
+    return target, target.partition(b"?")[0].decode("latin-1")
 
 
 def _origin_form(target: bytes) -> bytes:

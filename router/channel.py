@@ -152,17 +152,21 @@ class Channel:
         """Close at once; the backlog is dropped. Idempotent."""
         if self.is_open:
             self.is_open = False
-            self.reactor.forget(self)
-            self.sock.close()
-            self.closed()
+            try:
+                self.reactor.forget(self)
+            finally:
+                self.sock.close()
+                self.closed()
 
     def reset(self) -> None:
         """Close so that the peer sees a reset (RST) and cannot take it for a clean end."""
         if self.is_open:
             self.is_open = False
-            self.reactor.forget(self)
-            self.sock.reset()
-            self.closed()
+            try:
+                self.reactor.forget(self)
+            finally:
+                self.sock.reset()
+                self.closed()
 
     def detach(self) -> Socket:
         """Take the socket out of the reactor; the caller owns and closes it."""

@@ -30,6 +30,11 @@ class Deadlines:
     #: Between two comments to a client whose stream is being moved.
     keep_alive: float = 0.0
 
+    def soonest(self) -> float:
+        """The shortest: nothing of an attempt is due earlier after the request's beginning."""
+        given = (self.request, self.first_token, self.stream_idle, self.suspect_idle)
+        return min([each for each in given if each], default=float("inf"))
+
 
 class LegTimes(Protocol):
     """What the clocks read of a leg."""

@@ -320,7 +320,7 @@ class Settings:
     api_key: tuple[str, ...] = option(
         Texts("KEY", secret=True),
         (),
-        "require Authorization: Bearer KEY on /v1/*; repeatable",
+        "require Authorization: Bearer KEY on /v1/*; repeatable; workers do not see it",
         section="Access",
     )
     admin_key: str | None = option(

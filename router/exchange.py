@@ -99,13 +99,13 @@ class Exchange:
         if not leaves:
             return
         if "attempt" in leaves:
-            leg, self.leg = self.leg, None
             self._answering = None
-            if leg is not None:
-                leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
+            if self.leg is not None:
+                self.leg.let_go(_LET_GO.get(edge.fact, "upstream_error"))
+                self.leg = None
             if self.pair is not None:
-                pair, self.pair = self.pair, None
-                pair.leave(edge.fact)
+                self.pair.leave(edge.fact)
+                self.pair = None
         if "request" in leaves:
             if self.asking is not None:
                 self.asking.cancel(reason="the request is over")
@@ -335,7 +335,8 @@ class Exchange:
             self.channel.rearm()
 
     def on_crash(self, error: Exception) -> None:
-        self.channel.waker.throw(error)
+        # Told at once, and not through the task: it may be serving the next request by then.
+        self.observer.crashed(self, error)
 
     # Deadlines
 

@@ -1,7 +1,7 @@
 """The front: client connections, in the reactor.
 
 A `ClientChannel` hands what arrives to a `CallReader` and writes one reply at a time. Each
-connection has one Trio task, parked in `next_call` or wherever its request waits; the socket is
+connection has one Trio task (`router.connection`), which is parked while bytes pass; the socket is
 watched all that time, and a client that leaves or half-closes is reported at once. Requests that
 are pipelined are served in order, from what one read brought; no more is read until they are
 answered.
@@ -9,6 +9,7 @@ answered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -17,6 +18,7 @@ from router.calls import Call, CallReader, Limits, Reading
 from router.errors import Refusal
 from router.headers import lines_of
 from router.reactor import Channel, Rank, Reactor
+from router.responses import head_of
 from router.sockets import Socket
 from router.waking import Waker
 
@@ -26,23 +28,12 @@ BACKLOG_BYTES_HIGH = 128 * 1024
 #: not destroy the answer on its way.
 LINGER_SECONDS = 2.0
 
-_REASONS = {
-    200: b"OK", 201: b"Created", 202: b"Accepted", 204: b"No Content", 206: b"Partial Content",
-    301: b"Moved Permanently", 302: b"Found", 303: b"See Other", 304: b"Not Modified",
-    307: b"Temporary Redirect", 308: b"Permanent Redirect",
-    400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
-    405: b"Method Not Allowed", 408: b"Request Timeout", 409: b"Conflict",
-    413: b"Content Too Large", 422: b"Unprocessable Content", 429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large", 499: b"Client Closed Request",
-    500: b"Internal Server Error", 501: b"Not Implemented", 502: b"Bad Gateway",
-    503: b"Service Unavailable", 504: b"Gateway Timeout",
-}  # fmt: skip
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = frozenset({204, 304})
 
 
-class Gone(Exception):
-    """The client left while a call of its was being waited for or answered."""
+def _no() -> bool:
+    return False
 
 
 class Watcher(Protocol):
@@ -80,6 +71,7 @@ class ClientChannel(Channel):
         "_untaken",
         "_until_close",
         "_waker",
+        "begin_call",
         "current",
         "gone",
         "limits",
@@ -93,6 +85,8 @@ class ClientChannel(Channel):
         #: The call being served; its reply is the only one that may be written.
         self.current: Call | None = None
         self.watcher: Watcher | None = None
+        #: Begins the call that is next in line, in a callback; False leaves it to the task.
+        self.begin_call: Callable[[], bool] = _no
         self.gone = False
         self.reply_begun = False
         self.reply_chunked = False
@@ -109,24 +103,32 @@ class ClientChannel(Channel):
         #: The last byte of the reply was written, or is in the backlog.
         self._is_whole = False
         super().__init__(reactor, sock, Rank.CLIENT, connecting=False)
-        self._arm()
+        try:
+            self._arm()
+        except Exception:
+            reactor.forget(self)  # whoever made the socket closes it
+            raise
 
     # For the task of this connection
 
-    async def next_call(self) -> Call:
-        """The next request, whole. Raises Gone when there will be none. Cancellable."""
-        while not self.gone and not self._reader.calls:
-            await self._waker.wait()
-        if self.gone:
-            raise Gone  # calls that came behind one whose reply was cut are not served
+    @property
+    def has_call(self) -> bool:
+        """A call is there, and no other is being served.
+
+        Calls that came behind one whose reply was cut are not served.
+        """
+        return bool(self._reader.calls) and self.current is None and not self.gone
+
+    @property
+    def next_in_line(self) -> Call:
+        """The call that `take_call` would take."""
+        return self._reader.calls[0]
+
+    def take_call(self) -> Call:
+        """Serve the next call in line from now on."""
         self.current = call = self._reader.calls.popleft()
         self.reply_begun = False
         return call
-
-    async def wait_closed(self) -> None:
-        """Wait until the connection is closed, its lingering end included. Cancellable."""
-        while self.is_open:
-            await self._waker.wait()
 
     def finish_call(self) -> None:
         """The reply is written: on to the next call, or to the end of the connection."""
@@ -144,12 +146,13 @@ class ClientChannel(Channel):
             self.resume()
             # What came of the next head while this call was served has its time from now on.
             self._reader.head_since = now
-            self._attend_to_reading(now)
+            self._attend_to_reading()
         if self.limits.idle_seconds:
             self.reactor.sweeper.arm(self, now + self.limits.idle_seconds)
 
     def take_over(self) -> tuple[trio.abc.HalfCloseableStream, bytes]:
         """Leave the reactor: the connection as a Trio stream, and what was read beyond the call."""
+        assert not self.backlog_bytes
         self.gone = True
         unread = self._reader.unread
         return self.reactor.network.stream_of(self.detach()), unread
@@ -244,12 +247,9 @@ class ClientChannel(Channel):
             super().close()
 
     def _head(self, status: int, lines: bytes) -> bytes:
-        assert self.current is not None
-        reason = _REASONS.get(status, b"Unknown")
-        connection = b"" if self.current.keep_alive else b"connection: close\r\n"
-        if self.current.http_10 and self.current.keep_alive:
-            connection = b"connection: keep-alive\r\n"
-        return b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, connection)
+        call = self.current
+        assert call is not None
+        return head_of(status, lines, keeps_alive=call.keep_alive, http_10=call.http_10)
 
     def _framed(self, data: bytes) -> bytes:
         if self.reply_chunked and data:
@@ -269,17 +269,17 @@ class ClientChannel(Channel):
             # One call at a time: what else this read brought is kept, and no more is read.
             if self.current is not None or len(reader.calls) > 1 or reader.is_refused:
                 self.pause()
-            self._waker.wake()
+            if not self.has_call or not self.begin_call():
+                self._waker.wake()
         elif self.current is None:
-            self._attend_to_reading(now)
+            self._attend_to_reading()
 
-    def _attend_to_reading(self, now: float) -> None:
+    def _attend_to_reading(self) -> None:
         """The next call has begun to arrive, and it is its turn."""
         reader = self._reader
-        if reader.reading is Reading.HEAD:
-            if self.limits.head_seconds:
-                self.reactor.sweeper.arm(self, now + self.limits.head_seconds)
-        elif reader.expects_continue:
+        if reader.reading is not Reading.NOTHING:
+            self._arm()
+        if reader.expects_continue:
             reader.expects_continue = False
             self.send(_CONTINUE)
 
@@ -308,6 +308,8 @@ class ClientChannel(Channel):
             self._slow = False
             if self.watcher is not None:
                 self.watcher.on_client_ready()
+        if self.watcher is None:
+            self._waker.wake()  # the task may wait for this, to take the connection over
 
     def closed(self) -> None:
         self.gone = True
@@ -317,11 +319,13 @@ class ClientChannel(Channel):
         self._half_close()
 
     def crashed(self, error: Exception) -> None:
-        watcher = self.watcher
-        if watcher is None:
+        if self.watcher is not None:
+            self.watcher.on_crash(error)
+        elif self.current is not None:
+            self._waker.throw(error)  # it could not even be begun
+        else:
             self.close()
             raise error
-        watcher.on_crash(error)
 
     def sweep(self, now: float) -> float | None:
         """Look at every deadline of this connection and of the call it serves."""
@@ -333,8 +337,13 @@ class ClientChannel(Channel):
             due = self._next_deadline() if self.is_open else None
         return due
 
-    def rearm(self) -> None:
-        """A deadline of the call may have come nearer."""
+    def rearm(self, not_before: float = 0.0) -> None:
+        """A deadline of the call may have come nearer; who knows that none is due before says so.
+
+        Then the sweeper, if it comes by until there, will ask anyway.
+        """
+        if self.armed_at is not None and self.armed_at <= not_before:
+            return
         due = None if self.watcher is None else self.watcher.next_deadline()
         if due is not None:
             self.reactor.sweeper.arm(self, due)

@@ -26,7 +26,9 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _NOT_TO_WORKERS = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_NOT_TO_WORKERS_IDENTITY = _NOT_TO_WORKERS | {b"accept-encoding"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-router-error-code"}
+_KEY = frozenset({b"authorization"})
 _STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+/=-]{1,128}")
 
@@ -41,26 +43,27 @@ def find(headers: Headers, name: bytes) -> bytes | None:
 
 def request_id_of(headers: Headers) -> str:
     """The client's `x-request-id` where it is harmless in a log and in a header, else a new one."""
-    value = find(headers, b"x-request-id")
-    if value is not None:
+    if b"x-request-id" in dict(headers):
+        value = find(headers, b"x-request-id") or b""
         text = value.decode("latin-1")
         if _REQUEST_ID.fullmatch(text):
             return text
     return f"{random.getrandbits(128):032x}"
 
 
-def to_worker(headers: Headers, *, identity: bool) -> bytes:
+def to_worker(headers: Headers, *, identity: bool, is_keyed: bool = False) -> bytes:
     """The client's headers as a worker may see them, as header lines.
 
     With `identity` an unencoded answer is asked for, since events inside a compressed stream can
-    neither be read nor judged.
+    neither be read nor judged. `is_keyed`: the key in Authorization was for the router, and is
+    none of a worker's business.
     """
-    dropped = _named_by_connection(headers) or _NOT_TO_WORKERS
-    lines = [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in headers
-        if name not in dropped and not (identity and name == b"accept-encoding")
-    ]
+    dropped = _NOT_TO_WORKERS_IDENTITY if identity else _NOT_TO_WORKERS
+    if (named := _connection_tokens(headers)) is not None:
+        dropped = dropped | named
+    if is_keyed:
+        dropped = dropped | _KEY
+    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
     if identity:
         lines.append(b"accept-encoding: identity\r\n")
     return b"".join(lines)
@@ -84,12 +87,9 @@ def lines_of(headers: Headers) -> bytes:
     return b"".join([b"%b: %b\r\n" % pair for pair in headers])
 
 
-def _named_by_connection(headers: Headers) -> frozenset[bytes] | None:
-    tokens = _connection_tokens(headers)
-    return None if tokens is None else _NOT_TO_WORKERS | tokens
-
-
 def _connection_tokens(headers: Headers) -> frozenset[bytes] | None:
+    if b"connection" not in dict(headers):
+        return None
     tokens: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":

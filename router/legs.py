@@ -123,14 +123,26 @@ class Leg:
 
     def fire(self, fact: str) -> None:
         """Report a fact of this leg; a final state settles everything it holds."""
-        if LEG.fire(self, fact).leaves:
-            self._settle()
+        try:
+            if LEG.fire(self, fact).leaves:
+                self._settle()
+        except Exception:
+            if not self.is_open:
+                self._settle()  # what a bug of ours has kept it from giving back
+            raise
 
     def let_go(self, stream_outcome: str) -> None:
         """What the leg lived in has ended: close the connection, which frees the engine."""
         if self.is_open:
             self.stream_outcome = stream_outcome
             self.fire("let_go")
+
+    def drop(self, stream_outcome: str) -> None:
+        """The same after a bug that may have come in between; gives back what it still holds."""
+        try:
+            self.let_go(stream_outcome)
+        finally:
+            self._settle()
 
     def pause(self) -> None:
         """Read no more for now: the client is slow. The worker's idle clock stops."""
@@ -146,17 +158,19 @@ class Leg:
             self.upstream.resume()
 
     def _settle(self) -> None:
+        """Give each thing back, once: called anew after a bug, it does the rest."""
         now = self._observer.now()
-        self.worker.legs.discard(self)
         self.on_body = _ignore  # what heard the body knows this leg: no circle is left behind
         self._permit.close(VERDICTS[self.state], now)
-        upstream, self.upstream = self.upstream, None
-        if upstream is not None:
+        if self.upstream is not None:
             if self.state is LegState.SUCCEEDED and not self.has_rest:
-                upstream.leave()
+                self.upstream.leave()
             else:
-                upstream.close()
-        self._observer.leg_settled(self, OUTCOMES[self.state])
+                self.upstream.close()
+            self.upstream = None
+        if self in self.worker.legs:
+            self.worker.legs.discard(self)
+            self._observer.leg_settled(self, OUTCOMES[self.state])
 
     # What the wire tells
 
@@ -177,9 +191,11 @@ class Leg:
             self.owner.on_leg_broken(self, detail, connecting=connecting)
 
     def on_crash(self, error: Exception) -> None:
-        if self.is_open:
-            self.fire("bug")
-        self.owner.on_crash(error)
+        try:
+            if self.is_open:
+                self.fire("bug")
+        finally:
+            self.owner.on_crash(error)
 
 
 def _ignore(_data: bytes) -> None:

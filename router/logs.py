@@ -1,7 +1,8 @@
 """Log lines: one a request at info, one a transition at debug, on standard error.
 
-Every line is one `write` of at most one line, whatever a value contains, and a line that cannot
-be written is dropped: logging must never raise into the reactor nor hold it up on purpose.
+A line stays one line, whatever a value contains, and one that cannot be written is dropped: logging
+must never raise into the reactor nor hold it up on purpose. The lines of one pass of the reactor
+are written together at its end, those from elsewhere at once.
 No prompt text, no header of a client and no worker's address ever stands in a line made here.
 Everything rare goes through structlog; the two lines that come by the thousand a second are
 written by hand, because a processor chain costs more than the request's own bookkeeping.
@@ -23,6 +24,8 @@ from attrs import define, field
 
 from statemachines.chart import Edge
 
+#: Bytes that a pipe takes whole or not at all.
+_WHOLE_BYTES = 4096
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -42,14 +45,43 @@ class LineWriter:
     dropped: int = 0
     """Lines that could not be written: nobody reads, or the descriptor is closed."""
 
+    _held: list[bytes] | None = None
+
     def write(self, line: bytes) -> None:
         """Write one line with its newline, or count it as dropped."""
+        if self._held is None:
+            self._put(line, 1)
+        else:
+            self._held.append(line)
+
+    def hold(self) -> None:
+        """Keep the lines that come, until `release`."""
+        if self._held is None:
+            self._held = []
+
+    def release(self) -> None:
+        """Write what was kept, in order, in few system calls."""
+        held, self._held = self._held, None
+        if not held:
+            return
+        text, lines = held[0], 1
+        for line in held[1:]:
+            if len(text) + len(line) > _WHOLE_BYTES:
+                self._put(text, lines)
+                text, lines = b"", 0
+            text += line
+            lines += 1
+        self._put(text, lines)
+
+    def _put(self, text: bytes, lines: int) -> None:
         try:
-            written = os.write(self.fd, line)
-            while written < len(line):
-                written += os.write(self.fd, line[written:])
+            written = os.write(self.fd, text)
+            while written < len(text):
+                text = text[written:]
+                written = os.write(self.fd, text)
         except OSError:
-            self.dropped += 1
+            # Some of them may have been written: nobody will miss the count of those.
+            self.dropped += lines
 
     def debug(self, line: bytes) -> None:
         self.write(line)
@@ -59,18 +91,23 @@ class LineWriter:
 
 @define(eq=False)
 class Stamp:
-    """The time of a line, in UTC to the millisecond; the part above the second is kept."""
+    """The time of a line, in UTC to the millisecond; what stays the same is kept."""
 
+    _millisecond: int = -1
     _second: int = -1
     _prefix: str = ""
+    _text: str = ""
 
     def now(self) -> str:
-        moment = time.time()
-        second = int(moment)
-        if second != self._second:
-            self._second = second
-            self._prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._prefix}.{int((moment - second) * 1000):03d}Z"
+        millisecond = int(time.time() * 1000)
+        if millisecond != self._millisecond:
+            self._millisecond = millisecond
+            second, rest = divmod(millisecond, 1000)
+            if second != self._second:
+                self._second = second
+                self._prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+            self._text = f"{self._prefix}.{rest:03d}Z"
+        return self._text
 
 
 class RequestFields(msgspec.Struct, gc=False):

@@ -74,7 +74,8 @@ class Moving:
 
     def begin(self, worker: Worker) -> bytes:
         """The body for a first attempt on this worker; what an earlier one brought is forgotten."""
-        self.record = Record(self.shape, self.tokens_max)
+        longest = Target(worker.engine, worker.context_length).sequence_max
+        self.record = Record(self.shape, self.tokens_max, longest)
         asking = plan_asking(self.shape, worker.engine)
         self.attempt = Attempt(self.record, worker.engine, asking)
         self.continuation = None
@@ -162,6 +163,10 @@ class Moving:
         self.attempt = resume(self.record, continuation)
         if continuation.mode is not Mode.EXACT:
             self.fingerprint = worker.fingerprint
+        if continuation.mode is Mode.RESTART:
+            self.context_length = worker.context_length
+            longest = Target(worker.engine, worker.context_length).sequence_max
+            self.record.sequence_max = longest
         self.agreed = None
         self.tries += 1
 

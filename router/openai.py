@@ -9,6 +9,7 @@ Sources: vLLM 0.32 and SGLang 0.5.23 as recorded, and their published schemas.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 import msgspec
@@ -166,15 +167,31 @@ _NULL = (b"null", b'""')
 _NO_ERROR = (b"", b"null", b"false", b'""')
 
 
+#: The inside of a JSON string, not empty, on one line.
+_STRING = re.compile(rb'(?:[^"\\\r\n]++|\\[^\r\n])++').fullmatch
+_STRING_MEMBERS = (b'"content":"', b'"text":"', b'"content": "', b'"text": "')
+#: Events that were not alike after which one more is taken as the pattern.
+_PATIENCE = 32
+
+
 class Judge:
     """Follows the events of one stream of one endpoint.
 
     `family` is "openai" (chat and completions: choices, finish reasons, `[DONE]`), "generate"
     (SGLang's own) or "other", of which only error events are known.
+
+    Most events of a stream differ from the one before in their text alone. One of them is kept as
+    the pattern, by what stands before and behind its text, and events that fit it are known to be
+    content without being decoded. That the bytes between really are the text is not guessed: the
+    pattern is decoded with another text in that place, and must then say so.
     """
 
     __slots__ = (
+        "_before",
+        "_behind",
         "_finished",
+        "_learned_at",
+        "_patience",
         "_read",
         "_seen",
         "completion_tokens",
@@ -204,14 +221,32 @@ class Judge:
         self.error_body = b""
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
+        #: The pattern: what stands before its text, and what behind; empty when there is none.
+        self._before = self._behind = b""
+        self._learned_at = self._patience = 0
 
     @property
     def choices(self) -> int:
         """How many choices were seen."""
         return len(self._seen)
 
+    def is_another(self, event: bytes) -> bool:
+        """Whether this is one complete event, and content, just like one read before."""
+        before, behind = self._before, self._behind
+        if (
+            before
+            and event.startswith(before)
+            and event.endswith(behind)
+            and _STRING(event, len(before), len(event) - len(behind))
+        ):
+            self.events += 1
+            return True
+        return False
+
     def read(self, event: bytes) -> Sign:
         """What this complete raw event means."""
+        if self._before and self.is_another(event):
+            return Sign.CONTENT
         data = data_of(event)
         if data is None:
             return Sign.COMMENT
@@ -246,9 +281,28 @@ class Judge:
                 self._finish(choice.index)
             if choice.text or (choice.delta is not None and choice.delta.content):
                 sign = Sign.CONTENT
+                if self._patience:
+                    self._patience -= 1
+                else:
+                    self._learn(data, chunk)
         if sign is Sign.PREAMBLE and choices and _has_other_content(data):
             return Sign.CONTENT
         return sign
+
+    def _learn(self, data: bytes, chunk: _Chunk) -> None:
+        """Take this event with content as the pattern, if it proves to be one."""
+        # Where the last pattern fitted nothing, as with several choices in turn, learning is rare.
+        self._patience = _PATIENCE if self.events <= self._learned_at + 1 else 0
+        self._learned_at = self.events
+        self._before = b""
+        for member in _STRING_MEMBERS:
+            start = data.find(member) + len(member)
+            end = data.find(b'"', start)
+            if start < len(member) or end <= start or b"\n" in data:
+                continue
+            before, behind = data[:start], data[end:]
+            if _says(before + b"0" + behind, "0", chunk):
+                self._before, self._behind = b"data: " + before, behind + b"\n\n"
 
     def _read_generate(self, data: bytes) -> Sign:
         chunk = _GENERATE.decode(data)
@@ -295,6 +349,22 @@ class Judge:
         self.error_status = _status_of(data)
         self.error_body = data
         return True
+
+
+def _says(data: bytes, text: str, like: _Chunk) -> bool:
+    """Whether this is a chunk that says nothing but a text, for the same choice as `like`."""
+    try:
+        chunk = _CHUNK.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    if chunk.error is not _ABSENT or chunk.usage is not None or like.usage is not None:
+        return False
+    if not chunk.choices or not like.choices or len(chunk.choices) > 1:
+        return False
+    choice = chunk.choices[0]
+    content = choice.text if choice.delta is None else choice.delta.content
+    is_same = choice.index == like.choices[0].index
+    return content == text and is_same and not choice.finish_reason
 
 
 def _has_other_content(data: bytes) -> bool:

@@ -26,6 +26,9 @@ class Observer(Protocol):
     def completed_locally(self, reason: str) -> None:
         """The end of a stream was written here."""
 
+    def crashed(self, exchange: Exchange, error: Exception) -> None:
+        """A bug of ours was met in this request, which may be over by now."""
+
 
 class Pair(Protocol):
     """The attempt on two workers that the leg is one half of."""
@@ -42,3 +45,6 @@ class Pair(Protocol):
 
     def leave(self, fact: str) -> None:
         """The attempt is over, by this fact of the request."""
+
+    def drop(self) -> None:
+        """The same after a bug that may have come in between; gives back what is still held."""

@@ -1,9 +1,10 @@
-"""The reactor: every client and worker socket, read and written by one Trio task.
+"""The reactor: every client and worker socket, read and written in passes between Trio's tasks.
 
-Sockets are non-blocking and registered once, edge-triggered, in a private epoll. One ordinary
-task of the root nursery drains it, a bounded number of events a pass, and calls the channels'
-callbacks, which are synchronous. No channel, cancel scope or task switch is paid per event;
-lifetimes stay what they are in Trio, because a channel never outlives the task that owns it.
+Sockets are non-blocking and registered once, edge-triggered, in a private epoll. It is drained a
+bounded number of events a pass, in Trio's idle moments (`router.idling`) or, where these cannot be
+had, by an ordinary task; a pass calls the channels' callbacks, which are synchronous. No channel,
+cancel scope or task switch is paid per event; lifetimes stay what they are in Trio, because a
+channel never outlives the task that owns it.
 
 Rules that keep it safe, each with a test:
 
@@ -15,7 +16,7 @@ Rules that keep it safe, each with a test:
   buffer, is read again without waiting for an edge that may never come, but not before other
   tasks had their turn.
 * A callback cannot raise past the reactor. What it raises goes to `Channel.crashed`, whose owner
-  re-raises it in its own task.
+  ends the request it was raised in, at once.
 * Tasks are woken through `Waker`, which is idempotent and safe to call for a task that was
   cancelled in the meantime.
 """
@@ -23,12 +24,12 @@ Rules that keep it safe, each with a test:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import cast
+from typing import Protocol, cast
 
 import trio
 
 from router.channel import RECV_BYTES, Channel, Rank
+from router.idling import Idling
 from router.sockets import (
     Address,
     Listening,
@@ -40,13 +41,18 @@ from router.waking import Sweeper, Waker
 
 __all__ = ["RECV_BYTES", "Channel", "Listener", "Rank", "Reactor"]
 
-_BY_RANK = itemgetter(0)
+#: Instead of events: the network says nothing new, but there may be more to read.
+_AGAIN = 0
 #: Events taken from the network in one pass, so that Trio's other tasks get their turn.
 EVENTS_PER_PASS = 512
 #: Connections accepted in one pass, for the same reason.
 ACCEPTS_PER_PASS = 128
 #: After a failed accept.
 ACCEPT_AGAIN_SECONDS = 0.1
+
+
+def _rank(found: tuple[Channel | Listener, int]) -> int:
+    return found[0].rank
 
 
 class Listener:
@@ -104,11 +110,35 @@ class Listener:
             self.listening.close()
 
 
-class Reactor:
-    """Drains the network and the deadlines; see the module's rules."""
+class Held(Protocol):
+    """What is said during a pass and written at its end."""
 
-    def __init__(self, network: Network, on_bug: Callable[[Exception], None]) -> None:
+    def hold(self) -> None:
+        """A pass begins."""
+
+    def release(self) -> None:
+        """It is over."""
+
+
+class _Nothing:
+    def hold(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class Reactor:
+    """Drains the network and the deadlines; see the module's rules.
+
+    `log` holds its lines during a pass, so that they cost one system call together.
+    """
+
+    def __init__(
+        self, network: Network, on_bug: Callable[[Exception], None], log: Held | None = None
+    ) -> None:
         self.network = network
+        self._log = log or _Nothing()
         self.sweeper = Sweeper(on_bug)
         #: Trio's clock at the start of the current pass, in seconds.
         self.now = 0.0
@@ -128,8 +158,8 @@ class Reactor:
 
     def register(self, channel: Channel) -> None:
         """Watch a channel's socket for everything, edge-triggered, until `forget`."""
-        self._channels += 1
         self.network.register(channel.sock, channel)
+        self._channels += 1
 
     def forget(self, channel: Channel) -> None:
         """Stop watching; later events of this pass for it are dropped."""
@@ -153,6 +183,10 @@ class Reactor:
             self._again.append(owner)
             self._nudge.wake()
 
+    def refresh(self) -> None:
+        """Bring `now` up to date: for a task that something else than the reactor has woken."""
+        self.now = trio.current_time()
+
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError when it fails at once."""
         return self.network.connect(address, tls)
@@ -168,6 +202,7 @@ class Reactor:
     # The three tasks; each runs whole passes, so it does not matter which of them comes first
 
     async def _drain(self) -> None:
+        await Idling(self, self.network).run()
         while True:
             await self.network.wait()
             self.turn()
@@ -187,30 +222,39 @@ class Reactor:
             self.turn()
             self.sweeper.sweep(self.now)
 
-    def turn(self) -> None:
-        """One pass: what is ready now, in the fixed order."""
-        self.now = trio.current_time()
-        ready: list[tuple[int, Channel | Listener, int]] = []
-        if self._again:
-            again, self._again = self._again, []
+    def nearest(self) -> float | None:
+        """The nearest deadline that something is armed with."""
+        return self.sweeper.nearest()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """One pass: what is ready now or within `seconds`, in the fixed order."""
+        again = self._again
+        if again:
+            self._again = []
             for it in again:
                 it.in_next_pass = False
-                ready.append((it.rank, it, -1))
         # The network returns what `register` was given, and we give it nothing else.
-        found = cast("Sequence[tuple[Channel | Listener, int]]", self.network.poll(EVENTS_PER_PASS))
+        found = cast(
+            "Sequence[tuple[Channel | Listener, int]]",
+            self.network.poll(EVENTS_PER_PASS, 0.0 if again else seconds),
+        )
+        self.now = trio.current_time()
+        if again or len(found) > 1:
+            found = [*((it, _AGAIN) for it in again), *found]
+            found.sort(key=_rank)
+        if not found:
+            return
+        self._log.hold()
         for owner, events in found:
-            ready.append((owner.rank, owner, events))
-        if len(ready) > 1:
-            ready.sort(key=_BY_RANK)
-        for _, owner, events in ready:
             if owner.is_open:
                 try:
-                    if events < 0:
-                        owner.read()
-                    else:
+                    if events:
                         owner.ready(events)
+                    else:
+                        owner.read()
                 except Exception as error:
                     self._crash(owner, error)
+        self._log.release()
 
     def _crash(self, owner: Channel | Listener, error: Exception) -> None:
         try:

@@ -41,6 +41,7 @@ class StreamRelay:
     __slots__ = (
         "_held",
         "_held_bytes",
+        "_is_another",
         "_reader",
         "ending",
         "error_event",
@@ -61,6 +62,8 @@ class StreamRelay:
         self.ending: Ending | None = None
         self.error_event = b""
         self._reader = EventReader(EVENT_BYTES_MAX)
+        # Bound once: most events of a stream need no more.
+        self._is_another = judge.is_another
         self._held: list[bytes] = []
         self._held_bytes = 0
 
@@ -77,9 +80,17 @@ class StreamRelay:
 
     def feed(self, data: bytes) -> bytes:
         """What may be forwarded now. After an `ending` nothing more is read."""
-        self.progressed = False
         if self.ending is not None:
+            self.progressed = False
             return b""
+        if self.has_content and not self._reader.held and self._is_another(data):
+            self.progressed = True
+            return data
+        return self._feed_any(data)
+
+    def _feed_any(self, data: bytes) -> bytes:
+        """The same for any bytes, while the stream has not ended."""
+        self.progressed = False
         try:
             events = self._reader.feed(data)
         except EventTooLarge:
@@ -162,17 +173,25 @@ class MovingRelay(StreamRelay):
     a second time is taken out by the attempt.
     """
 
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "is_poisoned")
 
     def __init__(self, attempt: Attempt, *, resumed: bool) -> None:
         super().__init__(attempt)
         self.attempt = attempt
         self.released = resumed
+        #: What was delivered can no longer be continued elsewhere.
+        self.is_poisoned = False
 
-    @property
-    def is_poisoned(self) -> bool:  # type: ignore[override]  # a constant for all others
-        """What was delivered can no longer be continued elsewhere."""
-        return self.has_content and self.attempt.record.poison is not None
+    def feed(self, data: bytes) -> bytes:
+        """What may be forwarded now. After an `ending` nothing more is read."""
+        if self.ending is not None:
+            self.progressed = False
+            return b""
+        attempt = self.attempt
+        if attempt.skims and not self._reader.held and attempt.skim(data):
+            self.progressed = True
+            return attempt.forward
+        return self._feed_any(data)
 
     @property
     def is_cut_short(self) -> bool:  # type: ignore[override]
@@ -204,6 +223,8 @@ class MovingRelay(StreamRelay):
             self.has_content = self.progressed = True
         elif sign is not Sign.COMMENT:
             self._take_rarely(event, sign)
+        if attempt.record.poison is not None:
+            self.is_poisoned = self.has_content
         return attempt.forward
 
 

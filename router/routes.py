@@ -5,9 +5,6 @@ Pure: a table and a few questions to it.
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
-
 from attrs import frozen
 
 from router.calls import Call
@@ -52,13 +49,6 @@ def route_of(path: str) -> Route | None:
     if route is None and path.startswith("/v1/") and not path.startswith(_LOCAL):
         return OTHER
     return route
-
-
-def has_key(call: Call, keys: Sequence[str]) -> bool:
-    """Whether a call carries one of these keys as its bearer token; compared in constant time."""
-    scheme, _, token = (find(call.headers, b"authorization") or b"").partition(b" ")
-    found = [hmac.compare_digest(token.strip(), key.encode()) for key in keys]
-    return scheme.lower() == b"bearer" and any(found)
 
 
 def read_call(call: Call, route: Route) -> Asked | Refusal:

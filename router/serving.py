@@ -1,10 +1,10 @@
-"""One request's life, in Trio: choose a worker, attend to the attempt, conclude.
+"""One request's life: choose a worker, send, conclude.
 
-Each client connection is one task of the front's nursery. For every call it makes a ticket and an
-exchange and then does what the state of the ticket asks for, until the state is final: it chooses
-in `queued` and `migrating`, and is parked in all the others, where the reactor's callbacks feed
-facts to the machine and leaving a scope wakes the task. What a request holds is released here, in
-one place, however it ends.
+For every proxied call a ticket and an exchange are made. In `queued` and `migrating` a worker is
+chosen: at once where the call was read, later by the connection's task (`router.connection`), which
+is woken when leaving a scope has brought the request there. In all other states the reactor's
+callbacks feed facts to the machine. What a request holds is released here, in one place, however
+it ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from attrs import define, field
 
 from router.admission import Admission
 from router.booking import Booking
-from router.calls import Call
+from router.bugs import Bugs
+from router.calls import Call, has_key
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
 from router.errors import Refusal
 from router.exchange import Exchange
-from router.front import ClientChannel, Gone
+from router.front import ClientChannel
 from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
 from router.logs import Logs
@@ -37,10 +38,10 @@ from router.pd.aborts import Aborts
 from router.pd.pairing import PairChoice
 from router.pd.pairs import Pairs, unknown_model
 from router.reactor import Reactor
-from router.routes import ENDPOINTS, OTHER, Route, has_key, read_call, route_of
+from router.routes import ENDPOINTS, OTHER, Route, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
-from router.websocket import WATCH_PATH, Feed
+from router.websocket import Feed
 from router.wires.http import Pool
 from router.worker import Fleet, Worker
 from statemachines.request import RequestState
@@ -89,6 +90,8 @@ class Serving:
     #: Woken whenever the last live request has ended.
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
+    bugs: Bugs = field(init=False)
+    _soonest: float = field(init=False)
     _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
@@ -101,7 +104,9 @@ class Serving:
             suspect_idle=settings.suspect_idle_secs,
             keep_alive=settings.migration_keep_alive_secs,
         )
+        self._soonest = self.deadlines.soonest()
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
+        self.bugs = Bugs(self.metrics, self.live, self.ended, self.emptied, self.admission)
         self._book_request = self.booking.listener("request")
         self._leg_listeners = (self.booking.listener("leg"),)
         self.pairs = self.mover.pairs = Pairs(
@@ -114,79 +119,36 @@ class Serving:
             leg_listeners=self._leg_listeners,
         )
 
-    # One connection
+    @property
+    def is_serving(self) -> bool:
+        """False once the router is going down."""
+        return self.house.state is RouterState.SERVING
 
-    async def serve_connection(
-        self, channel: ClientChannel, answer_locally: Callable[[ClientChannel, Call], None]
-    ) -> None:
-        """Serve the calls of one client connection until it ends. Closes it, also when cancelled.
+    def begin(self, channel: ClientChannel, call: Call, route: Route) -> None:
+        """Make the request of a proxied call, and send it if its turn has come.
 
-        `answer_locally` answers whatever is not proxied.
-        """
-        self.channels.add(channel)
-        try:
-            while True:
-                call = await channel.next_call()
-                if self.house.state is not RouterState.SERVING:
-                    call.keep_alive = False  # so that a drain is not held up by idle clients
-                if call.refusal is not None:
-                    channel.refuse(call.refusal, request_id_of(call.headers))
-                    channel.finish_call()
-                elif call.wants_websocket and call.path == WATCH_PATH and self.may_watch(call):
-                    stream, unread = channel.take_over()
-                    await self.feed.serve(stream, call, unread)
-                    return
-                elif call.method == "POST" and (route := route_of(call.path)) is not None:
-                    await self.serve_call(channel, call, route)
-                else:
-                    answer_locally(channel, call)
-                    channel.finish_call()
-        except Gone:
-            await channel.wait_closed()
-        except Exception as error:
-            self._meet_bug(error, "request")
-            if channel.is_open and channel.current is not None and not channel.reply_begun:
-                channel.current.keep_alive = False
-                channel.refuse(_own_failure())
-                channel.end()
-                await channel.wait_closed()
-        finally:
-            self.channels.discard(channel)
-            channel.close()
-
-    # One call
-
-    async def serve_call(self, channel: ClientChannel, call: Call, route: Route) -> None:
-        """Serve one proxied call to its final state; the reply is written or cut on return.
-
-        The request is concluded where its last fact is fired, mostly in a callback of the reactor,
-        and this task stays parked until there is something for it to do: the next call, or the
-        end of the connection.
+        The request is concluded where its last fact is fired, mostly in a callback of the reactor.
         """
         asked = self._refusal_of_key(call) or read_call(call, route)
-        refusal = asked if isinstance(asked, Refusal) else None
-        read = Asked() if isinstance(asked, Refusal) else asked
-        exchange = self._open(channel, call, route, read)
-        ticket, waker, holding = exchange.ticket, channel.waker, self.admission.holding
-        try:
-            if refusal is not None:
-                exchange.fire("refused", Failure(refusal))
-            else:
-                self._admit(exchange)
-            while not ticket.is_over:
-                if ticket.state is RequestState.QUEUED and exchange in holding:
-                    self._dispatch(exchange)
-                elif ticket.state is RequestState.MIGRATING:
-                    await self._move(exchange)
-                else:
-                    await waker.wait()
-        except Exception as error:
-            self._meet_bug(error, "request")
-            if not ticket.is_over:
-                exchange.fire("crashed", Failure(_own_failure()))
-        finally:
-            if not ticket.is_over:  # cancelled: the router is going down
-                exchange.fire("shut_down", Failure(_shutting_down()))
+        if isinstance(asked, Refusal):
+            exchange = self._open(channel, call, route, Asked())
+            exchange.fire("refused", Failure(asked))
+            return
+        exchange = self._open(channel, call, route, asked)
+        self._admit(exchange)
+        if exchange in self.admission.holding:
+            self._dispatch(exchange)
+
+    async def advance(self, exchange: Exchange) -> bool:
+        """Choose again, or move; False where the request waits for something."""
+        state = exchange.ticket.state
+        if state is RequestState.QUEUED and exchange in self.admission.holding:
+            self._dispatch(exchange)
+        elif state is RequestState.MIGRATING:
+            await self._move(exchange)
+        else:
+            return False
+        return True
 
     def owes_bytes(self) -> bool:
         """A client has not yet taken all of an answer."""
@@ -198,10 +160,14 @@ class Serving:
 
     def hand_back(self, worker: Worker) -> None:
         """The drain window of a worker is over: its streams that can move go elsewhere."""
+        self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             leg = exchange.leg
             if leg is not None and leg.worker is worker and self._has_other(exchange.ticket):
-                exchange.hand_back(leg)
+                try:
+                    exchange.hand_back(leg)
+                except Exception as error:
+                    self.bugs.met_in(exchange, error)
 
     def _has_other(self, ticket: Ticket) -> bool:
         """Some worker could take this request over; else it is best left where it is."""
@@ -215,12 +181,19 @@ class Serving:
         self.reactor.turn()  # what has arrived by now comes first
         for exchange in list(self.live.values()):
             if not exchange.ticket.is_over:
-                exchange.fire("shut_down", Failure(_shutting_down()))
+                self.end(exchange)
         for channel in list(self.channels):
             if channel.backlog_bytes:
                 channel.end()
             elif not channel.closing:
                 channel.close()
+
+    def end(self, exchange: Exchange) -> None:
+        """The router is going down: end a request. Does not raise."""
+        try:
+            exchange.fire("shut_down", Failure(_shutting_down()))
+        except Exception as error:
+            self.bugs.met_in(exchange, error)
 
     def _open(self, channel: ClientChannel, call: Call, route: Route, asked: Asked) -> Exchange:
         ticket = Ticket(
@@ -288,7 +261,7 @@ class Serving:
         first_seconds = None if first is None else first - ticket.started_at
         self.metrics.request_ended(
             route=ticket.route,
-            outcome=ticket.state.value,
+            outcome=ticket.state,
             seconds=seconds,
             first_token_seconds=first_seconds,
         )
@@ -297,7 +270,7 @@ class Serving:
             route=ticket.route,
             worker=None if ticket.worker is None else ticket.worker.id,
             attempts=ticket.attempts,
-            state=ticket.state.value,
+            state=ticket.state,
             status=ticket.status,
             prompt_tokens=ticket.prompt_tokens,
             completion_tokens=ticket.completion_tokens,
@@ -308,7 +281,7 @@ class Serving:
     # Queued
 
     def _admit(self, exchange: Exchange) -> None:
-        if self.house.state is not RouterState.SERVING:
+        if not self.is_serving:
             exchange.fire("refused", Failure(_shutting_down()))
         elif not self.admission.enter(exchange, exchange.channel.waker.wake):
             refusal = Refusal("queue_full", "Too many requests are waiting.", retry_after=1)
@@ -332,8 +305,8 @@ class Serving:
         leg, worker = self._begin_leg(exchange, choice), choice.worker
         pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
         body = call.body if moving is None else moving.begin(worker)
-        leg.attach(pool.send(_request_for(pool, exchange, call.target, body), leg))
-        exchange.channel.rearm()
+        leg.attach(pool.send(self._request_for(pool, exchange, call.target, body), leg))
+        exchange.channel.rearm(not_before=ticket.started_at + self._soonest)
 
     async def _move(self, exchange: Exchange) -> None:
         """Choose who goes on and send it what it needs; see `Mover`."""
@@ -349,7 +322,7 @@ class Serving:
         leg = self._begin_leg(exchange, choice)
         moving.go_on(choice.worker, continuation)
         pool = self.house.pool(choice.worker)
-        request = _request_for(pool, exchange, continuation.path.encode(), continuation.body)
+        request = self._request_for(pool, exchange, continuation.path.encode(), continuation.body)
         leg.attach(pool.send(request, leg))
         exchange.channel.rearm()
 
@@ -361,7 +334,7 @@ class Serving:
             self.metrics.breaker_overridden(worker.id)
             _log.warning("breaker_overridden", id=ticket.id, worker=worker.id)
         ticket.attempts += 1
-        leg = Leg(
+        leg = exchange.leg = Leg(
             id=f"{ticket.id}.{ticket.attempts}",
             worker=worker,
             role=worker.role,
@@ -381,6 +354,24 @@ class Serving:
             return ()
         model = exchange.ticket.model
         return self.fleet.ready("prefill", model) or self.fleet.ready("decode", model)
+
+    def _request_for(self, pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
+        headers = to_worker(
+            exchange.call.headers,
+            identity=exchange.route is not OTHER,
+            is_keyed=bool(self.settings.api_key),
+        )
+        return (
+            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+            % (
+                pool.base_path,
+                target,
+                pool.authority,
+                headers,
+                exchange.ticket.id.encode(),
+                len(body),
+            )
+        ) + body
 
     def _nobody(self, model: str | None) -> Refusal:
         if (unknown := unknown_model(self.fleet, model)) is not None:
@@ -435,25 +426,9 @@ class Serving:
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
 
-    def _meet_bug(self, error: Exception, place: str) -> None:
-        self.metrics.internal_error(place)
-        _log.error("internal_error", place=place, exc_info=error)
-
-
-def _request_for(pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
-    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        pool.base_path,
-        target,
-        pool.authority,
-        to_worker(exchange.call.headers, identity=exchange.route is not OTHER),
-        exchange.ticket.id.encode(),
-        len(body),
-    )
-    return head + body
-
-
-def _own_failure() -> Refusal:
-    return Refusal("internal_error", "The router has failed; this is a bug in it.")
+    def crashed(self, exchange: Exchange, error: Exception) -> None:
+        """A bug was met in this request, which may be over by now."""
+        self.bugs.met_in(exchange, error)
 
 
 def _shutting_down() -> Refusal:

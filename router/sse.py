@@ -13,6 +13,11 @@ import re
 #: A line end, then an empty line. The groups are atomic: CRLF is never taken for two line ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+#: Looking for a number in bytes is many times faster than looking for a byte.
+_CR = ord("\r")
+_COLON = ord(":")
+#: What is held may be searched once more if it is shorter than this.
+_SHORT_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -23,22 +28,18 @@ class EventTooLarge(Exception):
 class EventReader:
     """Cuts a byte stream into complete events, holding at most `event_bytes_max` bytes."""
 
-    __slots__ = ("_held", "_searched", "event_bytes_max")
+    __slots__ = ("_searched", "event_bytes_max", "held")
 
     def __init__(self, event_bytes_max: int) -> None:
         self.event_bytes_max = event_bytes_max
-        self._held = b""
-        #: How far `_held` is known to hold no end of an event.
+        #: The beginning of an event that is not complete yet.
+        self.held = b""
+        #: How far `held` is known to hold no end of an event.
         self._searched = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the unfinished event."""
-        return len(self._held)
 
     def take_rest(self) -> bytes:
         """The bytes of an event that was never completed."""
-        rest, self._held = self._held, b""
+        rest, self.held = self.held, b""
         return rest
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -46,15 +47,29 @@ class EventReader:
 
         Raises EventTooLarge.
         """
-        if not self._held and data.endswith(b"\n\n") and b"\r" not in data:
+        if not self.held and data.endswith(b"\n\n") and _CR not in data:
             # What engines send: whole events, LF only.
             if data.count(b"\n\n") == 1:
                 return [data]
-            return [piece + b"\n\n" for piece in data[:-2].split(b"\n\n")]
+            return self._feed_lines(data)
+        if len(self.held) < _SHORT_BYTES and _CR not in data and _CR not in self.held:
+            return self._feed_lines(self.held + data)
         return self._feed_slowly(data)
 
+    def _feed_lines(self, data: bytes) -> list[bytes]:
+        """The same where every line ends with LF."""
+        *events, rest = data.split(b"\n\n")
+        self.held = rest
+        self._searched = len(rest)
+        if len(rest) > self.event_bytes_max:
+            raise EventTooLarge(f"an event is larger than {self.event_bytes_max} bytes")
+        if events and data[0] == _COLON and b"\nd" not in data:
+            # Nothing but comments: a worker may send them without an end, and they are one to us.
+            return [data.removesuffix(rest)]
+        return [event + b"\n\n" for event in events]
+
     def _feed_slowly(self, data: bytes) -> list[bytes]:
-        held = self._held + data
+        held = self.held + data
         events: list[bytes] = []
         start = 0
         # The end of an event may straddle the cut: it is at most four bytes long.
@@ -66,19 +81,19 @@ class EventReader:
                 break  # half of a CRLF: its LF belongs to this event
             events.append(held[start : end.end()])
             start = position = end.end()
-        self._held = held[start:]
-        self._searched = len(self._held)
-        if len(self._held) > self.event_bytes_max:
+        self.held = held[start:]
+        self._searched = len(self.held)
+        if len(self.held) > self.event_bytes_max:
             raise EventTooLarge(f"an event is larger than {self.event_bytes_max} bytes")
         return events
 
 
 def data_of(event: bytes) -> bytes | None:
     """The data an event carries (its data lines joined with LF), or None when it has none."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and _CR not in event:
         return event[6:-2]
-    if event.startswith(b":") and event.find(b"\n") == len(event) - 2:
-        return None  # a heartbeat; a worker may send many
+    if event.startswith(b":") and b"\nd" not in event and _CR not in event:
+        return None  # heartbeats; a worker may send many
     lines = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
         name, _, value = line.partition(b":")

@@ -91,6 +91,10 @@ class Sweeper:
         if self._scope is not None and when < self._scope.deadline:
             self._scope.deadline = when
 
+    def nearest(self) -> float | None:
+        """The earliest moment that anything is armed with."""
+        return self._heap[0][0] if self._heap else None
+
     def sweep(self, now: float) -> None:
         """Look at everything that is due, once; an exception is reported and ends only that look.
 

@@ -179,9 +179,11 @@ class Chart:
                 rows = self._table[subject.state][fact]
             except KeyError:
                 raise IllegalTransition(self.name, subject, fact) from None
-            for edge in rows:  # the last row of a pair is never guarded
-                if edge.guard is None or getattr(subject, edge.guard) is True:
-                    break
+            edge = rows[0]
+            if edge.guard is not None:
+                for edge in rows:  # the last row of a pair is never guarded
+                    if edge.guard is None or getattr(subject, edge.guard) is True:
+                        break
             subject.state = edge.target  # type: ignore[misc]  # read-only to all but the chart
         for listen in subject.listeners:
             listen(subject, edge)

@@ -62,7 +62,12 @@ class Engine:
             engine="vllm" if self.kind == "vllm" else "sglang", context_length=self.context_length
         )
         return Situation(
-            settings, 1_800_000_000, 0, 200, lambda n: f"{self._random.getrandbits(4 * n):0{n}x}"
+            settings,
+            1_800_000_000,
+            0,
+            200,
+            0,
+            lambda n: f"{self._random.getrandbits(4 * n):0{n}x}",
         )
 
     def stream(self, path: str, body: bytes) -> list[bytes] | Reply:

@@ -288,6 +288,7 @@ class MemoryNetwork:
     _owners: dict[Socket | Listening, object] = field(factory=dict)
     _ready: dict[Socket | Listening, int] = field(factory=dict)
     _woken: trio.Event = field(factory=trio.Event)
+    is_nested_ready: bool = False
 
     def cut(self, available: int) -> int:
         """How many of the bytes that are there one recv returns."""
@@ -339,7 +340,7 @@ class MemoryNetwork:
         self._owners.pop(sock, None)
         self._ready.pop(sock, None)
 
-    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
+    def poll(self, limit: int, seconds: float = 0.0) -> Sequence[tuple[object, int]]:
         found = []
         for sock in list(self._ready)[:limit]:
             events = self._ready.pop(sock)
@@ -348,6 +349,9 @@ class MemoryNetwork:
         if self.cuts is not None:
             self.cuts.shuffle(found)
         return found
+
+    def nest(self, descriptor: int | None) -> bool:
+        return False  # there is nothing here to sleep in
 
     async def wait(self) -> None:
         while not self._ready:

@@ -6,6 +6,8 @@ from tests.simulate import Client, Engine, Outcome, Plan, simulate
 
 #: What a first worker does: its first request is cut when the client has three tokens of it.
 CUT = "request=1:cut,after_events=4"
+#: A silent worker is asked how it is every second of this (seconds).
+PATIENCE = 20.0
 LONG = Client(tokens=10, extra={"stream_options": {"include_usage": True}})
 PLAIN = Client(tokens=10)
 
@@ -20,15 +22,19 @@ def lose(
     happenings: tuple[tuple[float, str], ...] = (),
     looks: tuple[float, ...] = (),
     cuts: int | None = None,
+    context_length: int = 4096,
     **settings: object,
 ) -> Outcome:
     """One stream on engines of these kinds, the first of which suffers a fault."""
     first, *rest = kinds.split()
     return simulate(
         Plan(
-            engines=(Engine(kind=first, faults=fault), *(Engine(kind=kind) for kind in rest)),
+            engines=(
+                Engine(kind=first, faults=fault, context_length=context_length),
+                *(Engine(kind=kind, context_length=context_length) for kind in rest),
+            ),
             clients=(client, *others),
-            settings={"migration_limit": limit} | settings,
+            settings={"migration_limit": limit, "stream_idle_timeout_secs": PATIENCE} | settings,
             happenings=happenings,
             looks=looks,
             cuts=cuts,

@@ -27,6 +27,8 @@ class Got:
     headers: dict[str, str] = field(factory=dict)
     #: The header lines as they came, for those that may come twice.
     header_list: list[tuple[str, str]] = field(factory=list)
+    #: Statuses that came before the answer (100 Continue).
+    interim: list[int] = field(factory=list)
     #: Seconds after the plan's begin at which the head came.
     head_at: float = 0.0
     body: bytes = b""

@@ -506,8 +506,8 @@ def watch(app: App) -> None:
     """After every pass: what lives in the attempt lives exactly as long as it does."""
     attempt, turn = REQUEST.scopes["attempt"], app.reactor.turn
 
-    def checked_turn() -> None:
-        turn()
+    def checked_turn(seconds: float = 0.0) -> None:
+        turn(seconds)
         for ticket, exchange in app.serving.live.items():
             if ticket.state in attempt:
                 leg = exchange.leg

@@ -29,6 +29,8 @@ class Engine:
     seed: int = 0
     #: More options of the worker, as they may follow its URL.
     options: str = ""
+    #: A line that all its answers carry besides.
+    header: str = ""
     #: A timetable instead of a pace and of faults; see tests/scripted.py.
     script: str = ""
 
@@ -48,6 +50,8 @@ class Client:
     leaves_at: float | None = None
     half_closes_at: float | None = None
     resets_at: float | None = None
+    #: When it sends its body, where that is later than the head.
+    body_at: float | None = None
     #: It reads nothing until then.
     reads_from: float = 0.0
     #: Sent to the engine as `x-sim-fault`.

@@ -8,7 +8,7 @@ that fails is printed so that it can be pasted into a story.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import attrs
 import h11
@@ -28,7 +28,7 @@ from tests.memory import MemoryNetwork, MemoryStream
 from tests.neighbours import Neighbours
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
-from tests.promises import check, everything_is_given_back, watch_passes
+from tests.promises import check, everything_is_given_back, watch_passes, watch_time
 from tests.scripted import ScriptedEngine
 
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
@@ -109,6 +109,7 @@ async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
     app.serving.pairs.choose_by(random.Random(plan.luck))
     app.serving.pairs.rng = random.Random(plan.luck)
     watch_passes(app)
+    watch_time(app)
     app.listen()
     return Run(plan, network, engines, app, log)
 
@@ -197,6 +198,8 @@ async def _start_engine(
     sim = neighbours.start(_sim_settings(engine, worker_id(number), kv_port))
     network.engines[HOST, 9000 + number] = sim.serve_connection
     network.refuses[HOST, 9000 + number] = lambda: sim.is_refusing
+    if engine.header:
+        network.engines[HOST, 9000 + number] = _with_header(sim, engine.header)
     if engine.script:
         healthy = attrs.evolve(engine, script="", token_seconds=0.0, first_token_seconds=0.0)
         answer = await _ask_directly(healthy, plan.clients[0])
@@ -205,10 +208,26 @@ async def _start_engine(
     return sim
 
 
-async def _happen(run: Run, moment: float, what: str) -> None:
-    """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop.
+def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitable[None]]:
+    async def serve(stream: MemoryStream) -> None:
+        send = stream.send_all
 
-    A drain with seconds has a window, after which streams that can move are moved.
+        async def send_all(data: bytes | bytearray | memoryview) -> None:
+            own = b"server: uvicorn\r\n"
+            await send(bytes(data).replace(own, own + line.encode() + b"\r\n", 1))
+
+        stream.send_all = send_all  # type: ignore[method-assign]  # one stream of many
+        await sim.serve_connection(stream)
+
+    return serve
+
+
+async def _happen(run: Run, moment: float, what: str) -> None:
+    """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop,
+    replace N M.
+
+    A drain with seconds has a window, after which streams that can move are moved. `replace`: the
+    engine M answers at the address of N, too.
     """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
@@ -221,6 +240,9 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         "add": lambda: app.fleet.add(_spec(place, run.plan.engines[place])),
         "stop": app.ask_to_stop,
         "faults": lambda: engine.add_faults(text),
+        "replace": lambda: run.network.engines.update(
+            {(HOST, 9000 + place): run.network.engines[HOST, 9000 + int(text)]}
+        ),
         "heal": engine.clear_faults,
         "silent": lambda: run.network.silent.add((HOST, 9000 + place)),
     }
@@ -325,7 +347,12 @@ async def _ask(plan: Plan, stream: trio.abc.Stream, got: Got) -> bool:
             connection.receive_data(await _read_all(stream, got))
             connection.receive_data(b"")
         else:
-            await stream.send_all(_request(plan, client, connection))
+            head, body = _request(plan, client, connection)
+            if client.body_at is not None:
+                await stream.send_all(head)
+                await trio.sleep_until(plan.begin + client.body_at)
+                head = b""
+            await stream.send_all(head + body)
         await trio.sleep_until(plan.begin + client.reads_from)
         return await _read_answer(plan, connection, stream, got)
     except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
@@ -333,7 +360,7 @@ async def _ask(plan: Plan, stream: trio.abc.Stream, got: Got) -> bool:
         return False
 
 
-def _request(plan: Plan, client: Client, connection: h11.Connection) -> bytes:
+def _request(plan: Plan, client: Client, connection: h11.Connection) -> tuple[bytes, bytes]:
     body = client.body(plan.engines[0].model if plan.engines else "tiny")
     headers = [("host", "baton")]
     if body or client.method == "POST":
@@ -347,7 +374,7 @@ def _request(plan: Plan, client: Client, connection: h11.Connection) -> bytes:
     assert head is not None
     if client.http_10:
         head = head.replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", 1)
-    return head + (data or b"")
+    return head, data or b""
 
 
 async def _read_all(stream: trio.abc.Stream, got: Got) -> bytes:
@@ -363,6 +390,8 @@ async def _read_answer(
         event = connection.next_event()
         if event is h11.NEED_DATA:
             connection.receive_data(bytes(await stream.receive_some(READ_BYTES)))
+        elif isinstance(event, h11.InformationalResponse):
+            got.interim.append(event.status_code)
         elif isinstance(event, h11.Response):
             got.status, got.head_at = event.status_code, trio.current_time() - plan.begin
             got.header_list = [(n.decode(), v.decode("latin-1")) for n, v in event.headers]
@@ -382,22 +411,33 @@ async def _read_answer(
 
 
 def _kinds(plan: Plan, client: Client) -> Iterable[Engine]:
-    """One healthy engine of each kind that may answer this client."""
+    """One healthy engine of each kind that may answer this client: the first of its kind."""
     if client.raw is not None or client.method != "POST":
         return ()
     model = client.model or (plan.engines[0].model if plan.engines else "tiny")
-    return {
-        (each.kind, each.seed): attrs.evolve(
-            each, faults="", script="", options="", token_seconds=0.0, first_token_seconds=0.0,
-            tokens_per_chunk=1, role="mixed",
+    found: dict[tuple[str, int], Engine] = {}
+    for each in plan.engines:
+        if each.model == model:
+            found.setdefault((each.kind, each.seed), each)
+    return [
+        attrs.evolve(
+            each,
+            faults="",
+            script="",
+            options="",
+            header="",
+            token_seconds=0.0,
+            first_token_seconds=0.0,
+            tokens_per_chunk=1,
+            role="mixed",
         )
-        for each in plan.engines if each.model == model
-    }.values()  # fmt: skip
+        for each in found.values()
+    ]
 
 
 async def _ask_directly(engine: Engine, client: Client) -> Got:
     """What an engine says without Baton; the same for equal questions, so asked once."""
-    asked = attrs.evolve(client, fault="", reads_from=0.0, http_10=False, headers=())
+    asked = attrs.evolve(client, fault="", reads_from=0.0, http_10=False, headers=(), body_at=None)
     key = (engine, asked.target, asked.body(engine.model))
     if key not in _ANSWERS:
         near, far = trio.testing.memory_stream_pair()

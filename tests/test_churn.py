@@ -17,7 +17,7 @@ import trio
 
 from router.app import App
 from router.logs import configure
-from router.sockets import TcpNetwork
+from router.tcp import TcpNetwork
 from tests.leftovers import Lines, hurried, left_of
 from tests.lifecycles import Book, Luck, Worker
 from tests.peers import Peer, TcpPeer

@@ -12,7 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from router.calls import Call, Limits
 from router.errors import Refusal
-from router.front import BACKLOG_BYTES_HIGH, LINGER_SECONDS, ClientChannel, Gone
+from router.front import BACKLOG_BYTES_HIGH, LINGER_SECONDS, ClientChannel
 from router.reactor import Listener, Reactor
 from router.sockets import Socket
 from tests.memory import PIPE_BYTES, MemoryNetwork, MemoryStream
@@ -77,15 +77,16 @@ class Front:
     async def serve(self, channel: ClientChannel) -> None:
         """As the router does: one call after the other, until the connection ends."""
         try:
-            while True:
-                call = await channel.next_call()
+            while channel.is_open:
+                if not channel.has_call:
+                    await channel.waker.wait()
+                    continue
+                call = channel.take_call()
                 if call.refusal is not None:
                     channel.refuse(call.refusal)
                 else:
                     await self.reply(channel, call)
                 channel.finish_call()
-        except Gone:
-            await channel.wait_closed()
         finally:
             channel.close()
 

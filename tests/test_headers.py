@@ -60,6 +60,12 @@ def test_everything_else_reaches_the_worker(name: bytes) -> None:
     assert to_worker([(name, b"v")], identity=True).startswith(name + b": v\r\n")
 
 
+def test_a_key_for_the_router_is_not_for_workers() -> None:
+    headers = [(b"authorization", b"Bearer a"), (b"x-kept", b"1"), (b"authorization", b"Bearer b")]
+
+    assert to_worker(headers, identity=False, is_keyed=True) == b"x-kept: 1\r\n"
+
+
 @pytest.mark.parametrize("name", [b"retry-after", b"set-cookie", b"content-encoding", b"server"])
 def test_everything_else_reaches_the_client(name: bytes) -> None:
     twice: Headers = [(name, b"1"), (name, b"2")]

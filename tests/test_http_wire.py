@@ -17,7 +17,7 @@ from router.headers import Headers
 from router.reactor import Reactor
 from router.wires.client import PoolTransport
 from router.wires.http import HEAD_BYTES_MAX, LINGER_SECONDS, Pool, Upstream, WorkerChannel
-from tests.memory import MemoryNetwork, MemoryStream
+from tests.memory import MemoryNetwork, MemorySocket, MemoryStream
 
 ADDRESS = ("10.0.0.1", 8000)
 OTHER = ("10.0.0.2", 8000)
@@ -89,6 +89,7 @@ class Wire:
 
     def send(self, request: bytes = ASK, asked: Asked | None = None) -> Asked:
         asked = asked or Asked()
+        self.reactor.refresh()  # as everybody does who was not woken by it
         asked.upstream = self.pool.send(request, asked)
         return asked
 
@@ -811,6 +812,21 @@ async def test_httpx_speaks_over_the_pool() -> None:
         assert script.connections == 1
         assert script.requests[0].startswith(b"POST /v1/x?a=b HTTP/1.1\r\nHost: w\r\n")
         assert script.requests[0].endswith(b"Content-Length: 6\r\n\r\n\r\n\r\nhi")
+
+
+async def test_httpx_does_not_take_a_long_silence_for_a_moment(autojump_clock: MockClock) -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")
+    async with wired(script) as wire, client(wire) as http:
+        await http.post("http://w/", content=b"\r\n\r\nhi")
+        (idle,) = wire.pool.idle
+        await trio.sleep(KEEP_ALIVE_SECONDS / 2)
+        # Arrived, and not told to the reactor yet: only a look at the socket finds it.
+        assert isinstance(idle.sock, MemorySocket)
+        idle.sock.incoming.data += b"out of step"
+
+        await http.post("http://w/", content=b"\r\n\r\nhi")
+
+        assert script.connections == 2
 
 
 async def test_httpx_has_the_head_before_the_body_and_may_stop_there() -> None:

@@ -286,3 +286,33 @@ def test_the_request_line_is_cheap(format: str) -> None:
         best = min(timeit.repeat(lambda: write_request(logs), number=200, repeat=20)) / 200
 
     assert best < 15e-6
+
+
+def test_held_lines_come_whole_and_in_order_at_the_release(pipe: Pipe) -> None:
+    logs = pipe.configure()
+    logs.writer.hold()
+    for number in range(100):
+        write_request(logs, id=f"r{number}")
+    assert pipe.lines() == []
+
+    logs.writer.release()
+
+    assert [line.split(" id=")[1].split()[0] for line in pipe.lines()] == [
+        f"r{number}" for number in range(100)
+    ]
+    write_request(logs, id="after")
+    assert len(pipe.lines()) == 1
+
+
+def test_held_lines_that_do_not_fit_are_dropped_whole(pipe: Pipe) -> None:
+    logs = pipe.configure()
+    os.set_blocking(pipe.writer, False)
+    logs.writer.hold()
+    for _ in range(2000):
+        write_request(logs)
+
+    logs.writer.release()
+
+    lines = pipe.lines()
+    assert all(line.endswith("seconds=1.500000") for line in lines)
+    assert len(lines) + logs.writer.dropped == 2000

@@ -115,15 +115,6 @@ def test_ids_that_are_rolled_back_are_generated_again() -> None:
     assert (body["prompt"], body["max_tokens"]) == ([1, 2, 3, 100, 101, 102], 6)
 
 
-@pytest.mark.parametrize(("goes_on", "mode"), [("vllm", Mode.TEXT), ("sglang", Mode.EXACT)])
-def test_ids_that_end_inside_a_character_are_not_sent_to_vllm(goes_on: str, mode: Mode) -> None:
-    request = completion(max_tokens=9, stop=["xyz"])
-
-    found, _ = continued(request, "completions", goes_on=goes_on, agreed=Agreed(5, "a\ufffd"))
-
-    assert found is mode
-
-
 def test_case_33_another_tokenizer_gets_text() -> None:
     assert continued(chat(), same=False)[0] is Mode.TEXT
     assert continued(completion(), "completions", same=False)[0] is Mode.TEXT

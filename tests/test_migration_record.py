@@ -47,6 +47,19 @@ def test_text_and_ids_are_what_was_delivered() -> None:
     assert (record.roles, record.can_continue) == ({0}, True)
 
 
+@pytest.mark.parametrize(("budget", "tokens"), [(5, 5), (None, 4)])
+def test_sglangs_word_that_the_budget_is_spent_counts_tokens_without_text(
+    budget: int | None, tokens: int
+) -> None:
+    one = attempt(engine="sglang", max_tokens=budget)
+    usage = {"prompt_tokens": 2, "completion_tokens": 4}
+    one.read(event({"delta": {"content": "abcd"}}, usage=usage))
+
+    one.read(event({"delta": {}, "finish_reason": "length", "matched_stop": None}))
+
+    assert one.record.tokens == tokens
+
+
 @pytest.mark.parametrize(
     "case, delta, reason",
     [
@@ -97,6 +110,14 @@ def test_case_6_an_unreadable_event_goes_on_untouched_and_poisons() -> None:
     assert one.record.poison is Poison.UNREADABLE
     one.read(text("late", 1))
     assert one.record.text == ""
+
+
+def test_a_member_whose_name_is_unreadable_is_other_content() -> None:
+    one = attempt()
+    odd = event({"delta": {"content": "", "odd": 1}, "token_ids": [1]}).replace(b"odd", b"\xff")
+
+    assert one.read(odd) is Sign.CONTENT
+    assert one.record.poison is Poison.OTHER_CONTENT
 
 
 def test_several_choices_poison_even_unasked() -> None:

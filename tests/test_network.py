@@ -15,17 +15,8 @@ import trio
 from attrs import define, field
 from trio.testing import wait_all_tasks_blocked
 
-from router.sockets import (
-    ERROR,
-    HANGUP,
-    READABLE,
-    WRITABLE,
-    Address,
-    Listening,
-    Network,
-    Socket,
-    TcpNetwork,
-)
+from router.sockets import ERROR, HANGUP, READABLE, WRITABLE, Address, Listening, Network, Socket
+from router.tcp import TcpNetwork
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.peers import Peer, TcpPeer
 

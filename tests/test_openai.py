@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -380,3 +381,91 @@ def test_a_whole_answer_may_lie(reasons: list[str]) -> None:
 )
 def test_a_whole_answer_that_cannot_be_read_is_no_lie(body: bytes) -> None:
     assert not judge_answer(body).lies
+
+
+#### events like one before
+
+
+def without_pattern(stream: list[bytes]) -> list[Sign]:
+    """The same judgement with every event decoded."""
+    judge = Judge("openai")
+    found = []
+    for each in stream:
+        judge._before = b""
+        judge._patience = 1 << 30
+        found.append(judge.read(each))
+    return found
+
+
+PIECES = ("a", " b", "\n", '"', "\\", "\u00e4", "\U0001f600", '":"', '","content":"x', "", "a\\")
+
+
+@pytest.mark.parametrize("make", [lambda piece: chat({"content": piece}), text])
+def test_events_like_one_before_are_judged_as_if_decoded(make: Callable[[str], bytes]) -> None:
+    stream = [make(one) for one in PIECES] * 2 + [make(a + b) for a in PIECES for b in PIECES]
+    judge = Judge("openai")
+    assert [judge.read(each) for each in stream] == without_pattern(stream)
+    assert judge.is_another(make("one more"))
+    assert judge.events == sum(sign is Sign.CONTENT for sign in without_pattern(stream)) + 1
+
+
+HARD = [
+    chat({"content": "a", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+    chat({"role": "assistant", "content": "a"}),
+    chat({"content": "a"}, index=1),
+    chat({"content": "a"}, finish="stop"),
+    chat({"content": "a"}, finish="abort"),
+    chat({"content": ""}),
+    event({"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 3}}),
+    event({"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 4}}),
+    event({"choices": [{"delta": {"content": "a"}}], "usage": None}),
+    event({"choices": [{"delta": {"content": "a"}}], "error": {"message": "x"}}),
+    event({"choices": [{"delta": {"content": "a"}}], "error": None}),
+    event({"choices": [{"delta": {"content": "a"}}, {"index": 1, "delta": {"content": "b"}}]}),
+    event({"content": "a", "choices": [{"delta": {"content": "a"}}]}),
+    event({"content": "a", "choices": [{"delta": {"content": ""}}]}),
+    event({"choices": [{"text": "a", "delta": {"content": ""}}]}),
+    event({"choices": [{"text": "", "delta": {"content": "a"}}]}),
+    b'data: {"choices":[{"delta":{"content":"a","content":""}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"","content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"a","c\\u006fntent":""}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"a"}}]}\r\n\r\n',
+    b': note\ndata: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":\ndata: {"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"a"}}]} x\n\n',
+    b": beat\n\n",
+]
+
+
+def test_no_shape_is_taken_for_the_one_before() -> None:
+    """Every hard event before and behind every other, with what they may have taught."""
+    compact = [each.replace(b": ", b":").replace(b"data:", b"data: ") for each in HARD]
+    hard = list(dict.fromkeys([*HARD, *compact]))
+    for first in hard:
+        for second in hard:
+            stream = [first, second, first, second, chat({"content": "z"}), first, second]
+            judge = Judge("openai")
+            assert [judge.read(each) for each in stream] == without_pattern(stream), (first, second)
+            plain = Judge("openai")
+            for each in stream:
+                plain._before, plain._patience = b"", 1 << 30
+                plain.read(each)
+            seen = (judge.finished, judge.completion_tokens, judge.choices, judge.events)
+            assert seen == (plain.finished, plain.completion_tokens, plain.choices, plain.events)
+
+
+def test_streams_of_real_engines_are_judged_as_if_decoded() -> None:
+    for trace in TRACES.glob("*.sse"):
+        stream = EventReader(1 << 20).feed(trace.read_bytes())
+        judge = Judge("openai")
+        assert [judge.read(each) for each in stream] == without_pattern(stream), trace.name
+
+
+def test_choices_in_turn_teach_rarely() -> None:
+    judge = Judge("openai")
+    learned = []
+    for turn in range(200):
+        judge.read(chat({"content": f"{turn}"}, index=turn % 2))
+        learned.append(judge._learned_at)
+    assert len(set(learned)) < 20

@@ -14,7 +14,8 @@ from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from router.reactor import ACCEPT_AGAIN_SECONDS, RECV_BYTES, Channel, Listener, Rank, Reactor
-from router.sockets import Network, Socket, TcpNetwork, TcpSocket
+from router.sockets import Network, Socket
+from router.tcp import TcpNetwork, TcpSocket
 from tests.memory import MemoryListening, MemoryNetwork, MemoryStream
 
 PORT = 8000
@@ -552,7 +553,7 @@ class CountingNetwork(MemoryNetwork):
 
     batches: list[int] = field(factory=list)
 
-    def poll(self, limit: int) -> Sequence[tuple[object, int]]:
+    def poll(self, limit: int, seconds: float = 0.0) -> Sequence[tuple[object, int]]:
         found = MemoryNetwork.poll(self, limit)
         self.batches.append(len(found))
         return found

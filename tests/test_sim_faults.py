@@ -304,6 +304,22 @@ async def check_crlf(_: SimEngine, client: Client) -> None:
     assert b"\n" not in heard.body.replace(b"\r\n", b"")
 
 
+async def check_parse(_: SimEngine, client: Client) -> None:
+    talk = {"model": "tiny", "messages": [{"role": "user", "content": "Once"}], "stream": True}
+    heard = await client.ask("/v1/chat/completions", talk | {"max_tokens": TOKENS})
+
+    found = [b'"tool_calls"' in event for event in heard.body.split(b"\n\n")]
+    assert found.index(True) == 2
+    assert found.count(True) == 1
+
+
+async def check_forget(_: SimEngine, client: Client) -> None:
+    heard = await client.ask(COMPLETIONS, STREAM | {"return_token_ids": True})
+
+    assert heard.text == await good_text()
+    assert b'"token_ids":[' not in heard.body
+
+
 async def check_padding(_: SimEngine, client: Client) -> None:
     whole = await client.ask(COMPLETIONS, WHOLE)
     heard = await client.ask(COMPLETIONS, STREAM)
@@ -437,6 +453,8 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "lump": ("lump,events=4", check_lump),
     "comments": ("comments", check_comments),
     "crlf": ("crlf", check_crlf),
+    "parse": ("parse,event=2", check_parse),
+    "forget": ("forget,member=return_token_ids", check_forget),
     "padding": ("padding,bytes=5000", check_padding),
     "early_head": ("early_head", check_early_head),
     "drop": ("drop", check_drop),

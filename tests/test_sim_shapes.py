@@ -227,7 +227,7 @@ PROMPT = [40] * 50
             {"messages": HELLO, "kv_transfer_params": {"prompt_token_ids": PROMPT}},
             150,
         ),
-        ("sglang", "/v1/chat/completions", {"messages": HELLO, "input_ids": PROMPT}, 150),
+        ("sglang", "/v1/chat/completions", {"messages": HELLO, "input_ids": PROMPT}, 148),
         ("sglang", "/generate", {"input_ids": PROMPT}, 128),
     ],
 )
@@ -241,12 +241,13 @@ async def test_budgets_that_are_not_given(
 
 
 @pytest.mark.parametrize(
-    ("engine", "budget", "status"),
-    [("vllm", 60, 200), ("sglang", 60, 400), ("sglang", 50, 200)],
+    ("engine", "budget", "status", "count"),
+    [("vllm", 60, 200, 50), ("sglang", 60, 400, 0), ("sglang", 50, 200, 48)],
 )
 async def test_a_budget_beyond_the_context_is_cut_by_vllm_and_refused_by_sglang(
-    engine: EngineKind, budget: int, status: int
+    engine: EngineKind, budget: int, status: int, count: int
 ) -> None:
+    """SGLang (0.5.23) grants all of its context, and ends two tokens before it is full."""
     asked: dict[str, object] = {"prompt": PROMPT, "max_tokens": budget}
 
     heard = await complete(engine, asked, context_length=100)
@@ -254,7 +255,7 @@ async def test_a_budget_beyond_the_context_is_cut_by_vllm_and_refused_by_sglang(
     assert heard.status == status
     if status == 200:
         usage: Any = heard.json["usage"]
-        assert usage["completion_tokens"] == 50
+        assert usage["completion_tokens"] == count
 
 
 @pytest.mark.parametrize("engine", ENGINES)

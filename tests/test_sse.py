@@ -23,7 +23,7 @@ def read(pieces: Sequence[bytes], *, event_bytes_max: int = 1 << 20) -> tuple[li
     whole = b"".join(pieces)
     assert whole.startswith(b"".join(events))
     left = whole[len(b"".join(events)) :]
-    assert reader.held_bytes == len(left)
+    assert len(reader.held) == len(left)
     return events, left
 
 
@@ -98,7 +98,7 @@ def test_an_event_is_returned_as_soon_as_its_last_byte_is_there() -> None:
 
     assert reader.feed(b"data: x\n") == []
     assert reader.feed(b"\n") == [b"data: x\n\n"]
-    assert reader.held_bytes == 0
+    assert not reader.held
 
 
 def test_an_event_without_an_end_is_never_returned() -> None:
@@ -171,3 +171,27 @@ def test_the_bound_is_for_one_event_and_not_for_a_read() -> None:
     events, _ = read([b"data: 1\n\n" * 100 + b"da"], event_bytes_max=10)
 
     assert len(events) == 100
+
+
+@pytest.mark.parametrize("size", [5000, 4999, 7])
+def test_comments_without_an_end_are_not_looked_at_one_by_one(size: int) -> None:
+    reader = EventReader(1000)
+    flood = b": xxxxxxxx\n\n" * 1000
+
+    events = []
+    for start in range(0, len(flood), size):
+        found = reader.feed(flood[start : start + size])
+        assert len(found) <= 1
+        events += found
+
+    assert b"".join(events) == flood
+    assert all(data_of(event) is None for event in events)
+
+
+def test_data_behind_comments_is_found() -> None:
+    reader = EventReader(1000)
+
+    events = reader.feed(b": a\n\n: b\n\ndata: x\n\n: c\ndata: y\n\n: d\n\nda")
+
+    assert [data_of(event) for event in events] == [None, None, b"x", b"y", None]
+    assert reader.feed(b"ta: z\n\n") == [b"data: z\n\n"]

@@ -1,6 +1,7 @@
 """The rules of the house that a program can check: who may import whom, and who moves a state."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ ACTING = frozenset({"trio", "httpx", "nats", "anyio", "asyncio", "prometheus_cli
 HOMES = {
     "prometheus_client": ("router.metrics",),
     "httptools": ("router.calls", "router.wires"),
-    "select": ("router.sockets",),
+    "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim",),
     "anyio": ("router.wires.nats",),
     "nats": ("router.wires.nats",),
@@ -159,3 +160,10 @@ def test_tests_never_sleep_for_real() -> None:
             if isinstance(node, ast.Attribute) and node.attr == "sleep":
                 is_real = isinstance(node.value, ast.Name) and node.value.id == "time"
                 assert not is_real, f"{path}:{node.lineno}"
+
+
+def test_the_tests_that_documents_name_are_there() -> None:
+    written = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "testing.md").read_text())
+
+    assert [name for name in named if f"def {name}(" not in written] == []

@@ -12,16 +12,9 @@ import trustme
 from attrs import define
 from trio.testing import wait_all_tasks_blocked
 
-from router.sockets import (
-    ERROR,
-    HANGUP,
-    READABLE,
-    WRITABLE,
-    Address,
-    TcpNetwork,
-    TlsSocket,
-    TlsTarget,
-)
+from router.sockets import ERROR, HANGUP, READABLE, WRITABLE, Address, TlsTarget
+from router.tcp import TcpNetwork
+from router.tls import TlsSocket
 
 BIG = 12 * 1024 * 1024
 EITHER = WRITABLE | READABLE | HANGUP | ERROR

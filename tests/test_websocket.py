@@ -12,7 +12,8 @@ from router.app import App
 from router.config import Settings
 from router.logs import configure
 from router.sim import SimEngine, SimSettings
-from router.sockets import Network, TcpNetwork
+from router.sockets import Network
+from router.tcp import TcpNetwork
 from router.websocket import Feed, Transition, Watcher
 from router.workerspec import WorkerSpec
 from statemachines import REQUEST as CHART
@@ -92,11 +93,7 @@ async def test_a_websocket_leaves_the_reactor_with_its_unread_bytes() -> None:
         # Handshake and first frame (a masked ping, payload "hi") in one packet.
         ping = bytes([0x89, 0x82, 0, 0, 0, 0]) + b"hi"
         stream = await trio.open_tcp_stream(host, port)
-        await stream.send_all(
-            b"GET /debug/transitions HTTP/1.1\r\nhost: b\r\nupgrade: websocket\r\n"
-            b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
-            b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n" + ping
-        )
+        await stream.send_all(HANDSHAKE + ping)
 
         got = b""
         with trio.fail_after(5):
@@ -107,6 +104,49 @@ async def test_a_websocket_leaves_the_reactor_with_its_unread_bytes() -> None:
         assert got.endswith(b"\x8a\x02hi")
         await stream.aclose()
     network.close()
+
+
+HANDSHAKE = (
+    b"GET /debug/transitions HTTP/1.1\r\nhost: b\r\nupgrade: websocket\r\n"
+    b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+async def test_an_answer_before_it_is_written_to_a_slow_client_to_its_end(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with trio.open_nursery() as world:
+        network = MemoryNetwork(world, pipe_bytes=500)
+        async with serving(network):
+            stream = network.open_client()
+            await stream.send_all(b"GET /metrics HTTP/1.1\r\nhost: b\r\n\r\n" + HANDSHAKE)
+            await trio.sleep(30)  # more than a handshake may take, less than a stall
+
+            got = b""
+            while b"HTTP/1.1 101" not in got:
+                got += await stream.receive_some()
+
+        world.cancel_scope.cancel()
+    head, _, rest = got.partition(b"\r\n\r\n")
+    length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    assert length > 1000
+    assert rest[length:].startswith(b"HTTP/1.1 101")
+
+
+async def test_who_takes_nothing_of_the_answer_before_it_is_gone(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with trio.open_nursery() as world:
+        network = MemoryNetwork(world, pipe_bytes=500)
+        async with serving(network, client_stall_timeout_secs=60.0):
+            stream = network.open_client()
+            await stream.send_all(b"GET /metrics HTTP/1.1\r\nhost: b\r\n\r\n" + HANDSHAKE)
+
+            await trio.sleep(61)
+
+            assert not network.open_sockets
+        world.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

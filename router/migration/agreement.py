@@ -19,8 +19,9 @@ from router.migration.record import Record
 
 #: Ids of the prompt that are put before a question, so that its text is decoded in context.
 CONTEXT_IDS = 32
-#: A character has at most four bytes, so at most three tokens at the end can be unfinished.
-UNFINISHED_IDS_MAX = 3
+#: Ids at the end that are rolled back at most. A character has four bytes at most, but there may
+#: be several broken ones in a row.
+UNFINISHED_IDS_MAX = 16
 #: Steps of the search where the place is looked for: enough for any sequence.
 _STEPS_MAX = 40
 #: Tokens without text that are looked for: special ones, which a stream leaves out.
@@ -59,6 +60,8 @@ class Inquiry:
     steps: int = 0
     #: A place that will do, while a better one is looked for.
     found: Agreed | None = None
+    #: What is held seems to have a special token in it, which the stream would have left out.
+    is_spelled: bool = False
     #: Which ids have no text in the stream, although the worker spells them.
     silent: tuple[int, ...] = ()
     #: The first such id that is not known yet is looked for.
@@ -67,12 +70,12 @@ class Inquiry:
     def answer(self, text: str | None) -> Inquiry | Agreed | Disagreed:
         """What follows from the answer."""
         if text is None or self.steps > _STEPS_MAX:
-            return self.found or Disagreed()
+            return self._give_up()
         if self.ids < 0:
             asked = self.record
             return evolve(self, context=text)._ask(len(asked.ids))
         if not text.startswith(self.context):
-            return self.found or Disagreed()
+            return self._give_up()
         output = text[len(self.context) :]
         read = self.record.text[self.record.text_base :]
         if self.found is not None:
@@ -90,21 +93,22 @@ class Inquiry:
 
     def _shorten(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
         """Drop ids from the end until no character is unfinished."""
-        if output.endswith(_REPLACEMENT) and not read.endswith(output):
+        if output.endswith(_REPLACEMENT):
             dropped = len(self.record.ids) - self.ids
-            if dropped >= UNFINISHED_IDS_MAX or self.ids == 0:
+            if dropped >= UNFINISHED_IDS_MAX or self.ids <= self.record.agreed_ids:
                 return Disagreed()
             return self._ask(self.ids - 1)
         if not output.startswith(read):
             if len(self.silent) >= _SILENT_MAX:
                 return Disagreed()
-            hunt = evolve(self, low=self.record.agreed_ids, high=self.ids, is_hunting=True)
-            return hunt._next_of_hunt()
+            return evolve(self, low=0, high=self.ids, is_hunting=True)._next_of_hunt()
         found = Agreed(self.ids, output[len(read) :])
-        if not found.held or not _may_roll_back(self.record):
-            return found
-        low = max(self.record.agreed_ids, self.ids - _held_ids_max(self.record))
-        return evolve(self, found=found, low=low, high=self.ids)._halve(found)
+        is_spelled = len(found.held) > _held_max(self.record)
+        if not _may_roll_back(self.record):
+            return Disagreed() if is_spelled else found
+        low = max(self.record.agreed_ids, self.ids - _held_max(self.record) - UNFINISHED_IDS_MAX)
+        search = evolve(self, found=found, low=low, high=self.ids, is_spelled=is_spelled)
+        return search._halve(found) if found.held else found
 
     def _hunt(self, output: str, read: str) -> Inquiry | Disagreed:
         """Find the first id whose text the stream has not: a special token, most likely."""
@@ -121,21 +125,33 @@ class Inquiry:
         silent = (*self.silent, self.high - 1)
         return evolve(self, silent=silent, is_hunting=False)._ask(len(self.record.ids))
 
-    def _lessen(self, output: str, read: str) -> Inquiry | Agreed:
-        """Find the fewest ids whose text has what was read in it."""
+    def _lessen(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
+        """Find the fewest ids whose text has what was read in it, and ends in no broken character.
+
+        First the fewest of all, by halving; from there upwards, one by one.
+        """
         found, low, high = self.found, self.low, self.high
         assert found is not None
-        if output.startswith(read) and not output.endswith(_REPLACEMENT):
-            high, found = self.ids, Agreed(self.ids, output[len(read) :])
+        is_enough = output.startswith(read)
+        if is_enough and not output.endswith(_REPLACEMENT):
+            found = Agreed(self.ids, output[len(read) :])
+        if self.low >= self.high:
+            low = high = self.ids + 1
+        elif is_enough:
+            high = self.ids
         else:
-            # An unfinished character looks like one that was read and is none.
             low = self.ids + 1
         return evolve(self, found=found, low=low, high=high)._halve(found)
 
-    def _halve(self, found: Agreed) -> Inquiry | Agreed:
-        if self.low >= self.high:
+    def _halve(self, found: Agreed) -> Inquiry | Agreed | Disagreed:
+        if self.low >= found.ids:
             return found
+        if self.low >= self.high and self.is_spelled:
+            return Disagreed()  # between here and there may be the special token
         return self._ask((self.low + self.high) // 2)
+
+    def _give_up(self) -> Agreed | Disagreed:
+        return Disagreed() if self.found is None or self.is_spelled else self.found
 
     def _narrow(self, output: str, read: str) -> Inquiry | Agreed | Disagreed:
         """Find the ids whose text is exactly what was read: a parser's leavings are not shown."""
@@ -162,9 +178,9 @@ def _may_roll_back(record: Record) -> bool:
     return (shape.is_greedy or not shape.shows_tokens) and (rest is None or rest > 0)
 
 
-def _held_ids_max(record: Record) -> int:
-    """About how many tokens can be held back: each has a character, most of them more."""
-    return max((len(stop) for stop in record.shape.stops), default=0) + UNFINISHED_IDS_MAX
+def _held_max(record: Record) -> int:
+    """How many characters vLLM 0.32 holds back for stop strings: always so many, if it can."""
+    return max((len(stop) - 1 for stop in record.shape.stops), default=0)
 
 
 def _context(record: Record) -> list[int]:
@@ -175,7 +191,7 @@ def seek(record: Record) -> Inquiry | Agreed | Disagreed:
     """Where ids and text agree, or what has to be asked to know it."""
     if not record.is_exact or record.prompt_ids is None:
         return Disagreed()
-    if record.agreed_text == record.text_length:
+    if record.agreed_text == record.text_length and not record.text.endswith(_REPLACEMENT):
         return Agreed(record.agreed_ids)
     count = len(record.ids)
     low = record.agreed_ids + 1

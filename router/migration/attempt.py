@@ -23,16 +23,16 @@ from router.migration.chunks import (
     strip_usage,
 )
 from router.migration.closing import DONE, usage_event
-from router.migration.noting import Noting
 from router.migration.poison import Poison
 from router.migration.record import Record
 from router.migration.seam import Seam
 from router.migration.settling import CONTEXT_IDS, Unsettled
+from router.migration.skimming import Skimming
 from router.openai import LYING_FINISHES, Sign
 from router.sse import data_of
 
 
-class Attempt(Noting):
+class Attempt(Skimming):
     """The first attempt of a record, or with a `seam` one that goes on with it.
 
     `expected`: ids that the engine has to report as its prompt, or how many; else it worked from
@@ -42,8 +42,6 @@ class Attempt(Noting):
     __slots__ = (
         "_expected",
         "_unproven",
-        "asking",
-        "forward",
         "is_cut_short",
         "is_unfaithful",
         "seam",
@@ -60,11 +58,8 @@ class Attempt(Noting):
         expected: list[int] | int | None = None,
         is_fresh: bool = True,
     ) -> None:
-        super().__init__(record, engine, is_fresh=is_fresh)
-        self.asking = asking
+        super().__init__(record, engine, asking, is_fresh=is_fresh)
         self.seam = seam
-        #: What to send to the client for the event that was read last.
-        self.forward = b""
         #: The answer was ended here (a stop string across the seam): the worker is to be let go.
         self.is_cut_short = False
         #: The worker did not go on with what it was sent; the same form is not to be tried again.
@@ -77,6 +72,8 @@ class Attempt(Noting):
 
     def read(self, event: bytes) -> Sign:
         """What this complete raw event means; what to forward of it is in `forward`."""
+        if self.skims and self.skim(event):
+            return Sign.CONTENT
         self.forward = event
         data = data_of(event)
         if data is None:
@@ -149,7 +146,23 @@ class Attempt(Noting):
             return Sign.DONE if self.is_cut_short else Sign.PREAMBLE
         record.has_content = True
         self.events += 1
-        return Sign.DONE if self.is_cut_short else Sign.CONTENT
+        if self.is_cut_short:
+            return Sign.DONE
+        if self.patience:
+            self.patience -= 1
+        else:
+            self._try_to_learn(event)
+        return Sign.CONTENT
+
+    def _try_to_learn(self, event: bytes) -> None:
+        """Once nothing is watched for any more that a plain event could have."""
+        self.lose_patience()
+        record, head = self.record, self.record.head
+        if self._expected is not None or record.replay or record.shape.asks_logprobs:
+            return
+        own = head if self.seam is None else self.seam.head
+        if own is not None and head is not None:
+            self.learn(event, own, head, is_resumed=self.seam is not None)
 
     def _prepare(
         self, event: bytes, data: bytes, chunk: Chunk, choice: Choice, has_more: bool
@@ -172,7 +185,9 @@ class Attempt(Noting):
 
     def _without_ids(self, event: bytes, chunk: Chunk, choice: Choice) -> bytes:
         if choice.prompt_token_ids is not None or chunk.prompt_token_ids is not None:
-            return strip_ids_slowly(event, to_null=self._is_vllm)
+            stripped = strip_ids_slowly(event, to_null=self._is_vllm)
+            self.record.first = data_of(stripped)  # without the prompt, which may be long
+            return stripped
         if choice.token_ids is None:
             return event
         stripped = strip_ids(event, to_null=self._is_vllm)
@@ -294,7 +309,7 @@ class Attempt(Noting):
             self._meet_first(event, data)
         if usage is not None:
             if record.poison is None:
-                self._take_usage(usage, has_ids=self._counted > 0)
+                self._take_usage(usage, has_ids=self._has_ids)
             mine = usage.completion_tokens
             self.prompt_tokens = record.prompt_tokens or usage.prompt_tokens
             self.completion_tokens = None if mine is None else self.base + mine

@@ -75,10 +75,14 @@ def is_empty(value: msgspec.Raw) -> bool:
 
 
 def has_other_content(data: bytes) -> bool:
-    """Whether a delta holds anything but a role and text."""
+    """Whether a delta holds anything but a role and text, or what cannot be read."""
+    try:
+        choices = _RARE.decode(data).choices
+    except (msgspec.DecodeError, RecursionError):
+        return True  # the names of members that are skipped are not read elsewhere
     return any(
         name not in ("role", "content") and not is_empty(value)
-        for choice in _RARE.decode(data).choices
+        for choice in choices
         for name, value in (choice.delta or {}).items()
     )
 

@@ -62,6 +62,13 @@ class Target:
     #: Its fingerprint equals that of the workers the ids came from.
     same_tokens: bool = False
 
+    @property
+    def sequence_max(self) -> int | None:
+        """The longest sequence that it makes; SGLang 0.5.23 ends two tokens before its context."""
+        if self.context_length is None:
+            return None
+        return self.context_length - (2 if self.engine == "sglang" else 0)
+
 
 @frozen
 class Continuation:
@@ -161,7 +168,8 @@ def _spent(record: Record, agreed: Agreed | Disagreed) -> CompletedLocally | Non
     """The end, where every token of the answer is here and only the engine's word is missing."""
     shape = record.shape
     if not isinstance(agreed, Agreed):
-        if shape.budget is None or shape.budget > record.tokens_at_text:
+        rest = record.rest()
+        if rest is None or rest + record.tokens - record.tokens_at_text > 0:
             return None
         return CompletedLocally("budget_spent", close(record, "length"))
     is_whole = agreed.ids == len(record.ids)
@@ -187,10 +195,6 @@ def _exact(
         return None
     if shape.has_media or target.engine not in ("vllm", "sglang"):
         return None
-    if target.engine == "vllm" and (record.text + agreed.held).endswith(
-        "\N{REPLACEMENT CHARACTER}"
-    ):
-        return None  # vLLM 0.32 would put the whole prompt's text before its first new one
     asking = plan_asking(shape, target.engine)
     ids = prompt + record.ids[: agreed.ids]
     tokens = record.tokens - len(record.ids) + agreed.ids
@@ -295,16 +299,21 @@ def _common(
     room = None if target.context_length is None else target.context_length - length
     if room is not None and room < 1:
         return None
+    most = record.sequence_max
+    left = None if most is None else most - length
     if shape.budget is not None:
         rest = shape.budget - tokens
-        rest = rest if room is None else min(rest, room)
+        rest = min(each for each in (rest, room, left) if each is not None)
         names = [name for name in ("max_completion_tokens", "max_tokens") if name in members]
         if shape.endpoint == "completions":
             names = ["max_tokens"]
         changes |= dict.fromkeys(names, b"%d" % rest)
         if shape.min_tokens:
             changes["min_tokens"] = b"%d" % min(max(0, shape.min_tokens - tokens), rest)
-    elif shape.min_tokens:
+        return changes
+    if most is not None and (target.sequence_max is None or target.sequence_max > most):
+        changes["max_tokens"] = b"%d" % (most - length)
+    if shape.min_tokens:
         changes["min_tokens"] = b"%d" % max(0, shape.min_tokens - tokens)
     return changes
 

@@ -14,6 +14,7 @@ from router.migration.chunks import (
     Usage,
     choices_of,
     decode,
+    encode,
     has_other_content,
     is_empty,
 )
@@ -22,12 +23,15 @@ from router.migration.record import Record
 from router.migration.seam import head_of
 from router.openai import Judge
 
+#: So many tokens at the end of an answer of SGLang's may have come without an event.
+SILENT_TOKENS_MAX = 4
+
 
 class Noting(Judge):
     """Judges the events of one attempt and notes what they bring."""
 
     __slots__ = (
-        "_counted",
+        "_has_ids",
         "_is_chat",
         "_is_fresh",
         "_is_vllm",
@@ -45,12 +49,14 @@ class Noting(Judge):
         self.base = record.tokens
         #: The prompt that the worker reports is the client's.
         self._is_fresh = is_fresh
-        #: Ids of this attempt.
-        self._counted = 0
+        #: This attempt's events have ids.
+        self._has_ids = False
         self._is_chat = record.shape.endpoint == "chat"
         self._is_vllm = engine == "vllm"
         # vLLM holds text back while there are stop strings; SGLang holds ids and text together.
-        self._proves = not self._is_vllm or not record.shape.stops
+        holds = self._is_vllm and bool(record.shape.stops)
+        #: With one id and its text, an event can prove that both agree.
+        self._proves = not holds and not record.has_parser
 
     def _note(self, chunk: Chunk, choice: Choice, text: str | None) -> int:
         """Keep what a continuation needs. How many of the ids the client has already, or -1."""
@@ -61,10 +67,10 @@ class Noting(Judge):
         if ids is not None:
             if record.replay and (skip := self._repeated(ids)) < 0:
                 return skip
-            self._counted += len(ids)
-            record.tokens = self.base + self._counted
+            self._has_ids |= bool(ids)
+            record.tokens += len(ids)
             if record.is_exact:
-                record.ids += ids
+                record.add_ids(ids)
         if usage is not None:
             self._take_usage(usage, has_ids=ids is not None)
         if choice.index:
@@ -74,20 +80,13 @@ class Noting(Judge):
                 self._meet_text_without_ids(is_counted=usage is not None)
             record.tokens_at_text = record.tokens
             if record.is_kept:
-                record.pieces.append(text)
-                record.text_length += len(text)
-                if ids is not None and len(ids) == 1 and self._proves and record.is_exact:
-                    self._compare(text)
+                record.add_text(text)
+                is_single = self._proves and ids is not None and len(ids) == 1
+                if is_single and record.is_exact and (self._is_vllm or releases_all(text)):
+                    record.agree()
         if record.tokens > record.room and record.is_kept:
             record.outgrow()
         return skip
-
-    def _compare(self, text: str) -> None:
-        """One id and some text: with nothing held back, ids and text agree here."""
-        record = self.record
-        if not record.has_parser and (self._is_vllm or releases_all(text)):
-            record.agreed_ids = len(record.ids)
-            record.agreed_text = record.text_length
 
     def _look_closer(self, data: bytes, delta: Delta, ids: list[int] | None) -> bool:
         """Whether a delta holds more than text, which nobody can continue."""
@@ -100,7 +99,7 @@ class Noting(Judge):
             record.spoil(Poison.OTHER_CONTENT)
         else:
             if ids and delta.content is None:
-                record.has_parser = True
+                record.has_parser, self._proves = True, False
             return False
         return True
 
@@ -113,6 +112,10 @@ class Noting(Judge):
             stopped_by = found[0].get("matched_stop") if found else None
             if type(stopped_by) is int:
                 record.tokens += 1
+            elif finish == "length" and self.engine == "sglang":
+                # Its last tokens may have had no text; more than a few are another limit.
+                rest = record.rest() or 0
+                record.tokens += rest if 0 < rest <= SILENT_TOKENS_MAX else 0
             record.is_miscounted = isinstance(stopped_by, str)
 
     def _meet_first(self, event: bytes, data: bytes) -> None:
@@ -123,8 +126,8 @@ class Noting(Judge):
         record = self.record
         if self._is_fresh:
             record.learn_prompt(len(prompt))
-        if record.prompt_ids is None and record.is_exact:
-            record.prompt_ids = prompt
+        if record.prompt_json is None and record.is_exact:
+            record.prompt_json = encode(prompt)
 
     def _take_usage(self, usage: Usage, *, has_ids: bool) -> None:
         record, mine = self.record, usage.completion_tokens
@@ -136,7 +139,7 @@ class Noting(Judge):
             return
         if not has_ids:
             record.tokens = self.base + mine
-        elif mine != self._counted and record.is_exact and record.finish is None:
+        elif self.base + mine != record.tokens and record.is_exact and record.finish is None:
             record.lose_exactness()  # tokens were swallowed whose ids nobody told
 
     def _meet_text_without_ids(self, *, is_counted: bool) -> None:

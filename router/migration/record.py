@@ -5,13 +5,17 @@ worker is lost; a continuation is built from it and from nothing else. Its invar
 text of the first `agreed_ids` ids up to `agreed_text`, and whatever came after that is known only
 as far as it was reported. It holds no more than the configured number of tokens, and lets go of
 everything once it may not be used any more.
+
+Text and ids are kept as the JSON they came in, one after the other, and decoded when a continuation
+is built: most streams never break, and a token takes about ten bytes so.
 """
 
 from __future__ import annotations
 
+import msgspec
 from attrs import define, field
 
-from router.migration.chunks import Json, choices_of, decode
+from router.migration.chunks import Json, choices_of, decode, encode
 from router.migration.poison import Poison
 from router.migration.shape import Shape
 
@@ -23,6 +27,8 @@ class Record:
     shape: Shape
     #: Longest sequence, prompt and output, that is carried; exactly this long still is.
     tokens_max: int = 131072
+    #: Longest sequence that the first engine makes, where it is known: then its answer has ended.
+    sequence_max: int | None = None
 
     #: The first event's data: whose id, created and model the client knows the stream by.
     first: bytes | None = None
@@ -59,20 +65,22 @@ class Record:
     #: The engine whose reading of the request the prompt is.
     engine: str = ""
 
-    pieces: list[str] = field(factory=list)
-    text_length: int = 0
+    #: All text, as the inside of one JSON string.
+    text_json: bytearray = field(factory=bytearray)
     #: Text of carried ids that is not delivered yet: it waits at a seam.
     waiting: str = ""
 
     #: The ids that the engine worked from, and those it made since: one sequence.
-    prompt_ids: list[int] | None = None
-    ids: list[int] = field(factory=list)
+    prompt_json: bytes | None = None
+    #: Those since as the lists they came in, each without the bracket that closes it: `[5,7[9`.
+    ids_json: bytearray = field(factory=bytearray)
     #: How much of the text belongs to `prompt_ids` (a text continuation was made of it).
     text_base: int = 0
-    #: Every token since `prompt_ids` has its id in `ids`.
+    #: Every token since `prompt_ids` has its id in `ids`, and they are still kept.
     is_exact: bool = True
-    agreed_ids: int = 0
-    agreed_text: int = 0
+    #: How many bytes of `ids_json` stand for how many of `text_json`.
+    agreed_ids_json: int = 0
+    agreed_text_json: int = 0
     #: A parser of the engine swallowed tokens; what it holds back must not be shown.
     has_parser: bool = False
     #: Ids that the client was shown and that were rolled back: they have to come again.
@@ -84,14 +92,36 @@ class Record:
         self.has_parser = self.shape.has_tools
         self.room = self.tokens_max
         self.poison = self.shape.poison
-        self.is_kept = self.poison is None
+        self.is_kept = self.is_exact = self.poison is None
 
     @property
     def text(self) -> str:
         """All text of carried tokens; what is `waiting` at its end is not delivered yet."""
-        if len(self.pieces) > 1:
-            self.pieces = ["".join(self.pieces)]
-        return self.pieces[0] if self.pieces else ""
+        return _read_text(self.text_json)
+
+    @property
+    def text_length(self) -> int:
+        """In characters."""
+        return len(self.text)
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The ids that the engine worked from."""
+        return None if self.prompt_json is None else _IDS.decode(self.prompt_json)
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids since `prompt_ids`."""
+        return _read_ids(self.ids_json)
+
+    @property
+    def agreed_ids(self) -> int:
+        """So many ids stand for so many characters (`agreed_text`) of the text, exactly."""
+        return len(_read_ids(self.ids_json[: self.agreed_ids_json]))
+
+    @property
+    def agreed_text(self) -> int:
+        return len(_read_text(self.text_json[: self.agreed_text_json]))
 
     @property
     def delivered(self) -> str:
@@ -115,10 +145,28 @@ class Record:
             self.poison = reason
             self._let_go()
 
+    def add_text(self, text: str) -> None:
+        """More text, which the client has or will have."""
+        self.text_json += encode(text)[1:-1]
+
+    def add_ids(self, ids: list[int]) -> None:
+        """The ids of one more event."""
+        if ids:
+            self.ids_json += encode(ids)[:-1]
+
+    def keep_ids(self, count: int) -> None:
+        """Forget all ids but the first."""
+        ids, self.ids_json = self.ids[:count], bytearray()
+        self.add_ids(ids)
+
+    def agree(self) -> None:
+        """All ids stand for all text."""
+        self.agreed_ids_json, self.agreed_text_json = len(self.ids_json), len(self.text_json)
+
     def lose_exactness(self) -> None:
         """The ids do not tell the whole sequence; only text can be carried."""
         self.is_exact = False
-        self.ids = []
+        self.ids_json = bytearray()
         if (barred := self.shape.text_barred) is not None:
             self.spoil(barred)
 
@@ -140,9 +188,9 @@ class Record:
         if self.shape.shows_tokens:
             self.replay = rolled_back + self.replay
         self.tokens -= len(rolled_back)
-        del self.ids[ids:]
+        self.keep_ids(ids)
         self._await(held)
-        self.agreed_ids, self.agreed_text = ids, self.text_length
+        self.agree()
 
     def carry_text(self, agreed: tuple[int, str] | None) -> None:
         """The text goes on; what the next worker makes of it begins a new sequence.
@@ -154,38 +202,43 @@ class Record:
         else:
             self.tokens_shown = max(self.tokens_shown, self.tokens)
             self.tokens = self.tokens_at_text
-        self.ids, self.prompt_ids, self.is_exact = [], None, self.is_kept
-        self.text_base = self.agreed_text = self.text_length
-        self.agreed_ids = 0
+        self._begin_sequence()
+        self.text_base = self.text_length
 
     def restart(self) -> None:
         """Nothing but preamble was delivered; the next worker begins afresh."""
         if self.shape.shows_tokens:
             self.replay = self.ids + self.replay
         self.tokens_shown = max(self.tokens_shown, self.tokens)
-        self.ids, self.prompt_ids, self.is_exact = [], None, self.is_kept
+        self._begin_sequence()
         self.tokens = self.tokens_at_text = 0
         self.has_parser = self.shape.has_tools
 
+    def _begin_sequence(self) -> None:
+        self.ids_json, self.prompt_json, self.is_exact = bytearray(), None, self.is_kept
+        self.agree()
+
     def _await(self, held: str) -> None:
         if held:
-            self.pieces.append(held)
-            self.text_length += len(held)
+            self.add_text(held)
             self.waiting += held
 
     def _let_go(self) -> None:
         self.is_kept = False
         self.is_exact = False
-        self.ids = []
-        self.prompt_ids = None
-        self.pieces = []
+        self.ids_json = bytearray()
+        self.prompt_json = None
+        self.text_json = bytearray()
         self.waiting = ""
         self.replay = []
 
     def rest(self) -> int | None:
-        """Tokens left of the client's budget; None where it set none."""
-        budget = self.shape.budget
-        return None if budget is None else budget - self.tokens
+        """Tokens left of the client's budget and the first engine's context, as far as known."""
+        budget, most = self.shape.budget, self.sequence_max
+        left = [] if budget is None else [budget - self.tokens]
+        if most is not None and self.prompt_tokens is not None:
+            left.append(most - self.sequence_length)
+        return min(left, default=None)
 
     def identity(self) -> Json:
         """id, object, created and model of the stream, as the client knows them."""
@@ -200,3 +253,15 @@ class Record:
         """The members of the first choice, to write one like it."""
         choices = choices_of(decode(self.first or b"") or {})
         return choices[0] if choices else {}
+
+
+_TEXT = msgspec.json.Decoder(str)
+_IDS = msgspec.json.Decoder(list[int])
+
+
+def _read_text(text_json: bytearray) -> str:
+    return _TEXT.decode(b'"' + text_json + b'"')
+
+
+def _read_ids(ids_json: bytearray) -> list[int]:
+    return _IDS.decode(b"[" + ids_json[1:].replace(b"[", b",") + b"]")

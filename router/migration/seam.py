@@ -41,12 +41,15 @@ class Seam:
     def __attrs_post_init__(self) -> None:
         self._identity = self.record.identity()
 
+    @property
+    def head(self) -> bytes | None:
+        """The first bytes of an event, where no more than these have to be exchanged."""
+        return None if not self.stops.is_done or self.record.replay else self._head
+
     def quick(self, event: bytes) -> bytes | None:
         """An event in the middle of things with another head, or None where that is not enough."""
-        head, known = self._head, self.record.head
-        if head is None or known is None or not self.stops.is_done or self.record.replay:
-            return None
-        if not event.startswith(head):
+        head, known = self.head, self.record.head
+        if head is None or known is None or not event.startswith(head):
             return None
         return known + event[len(head) :]
 

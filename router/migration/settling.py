@@ -80,8 +80,8 @@ def settle(record: Record, unsettled: Unsettled, ids: int) -> bytes:
     """The end of the answer, of whose last event so many ids count."""
     surplus = len(unsettled.ids) - ids
     record.tokens -= surplus
-    if surplus and record.ids:
-        del record.ids[-surplus:]
+    if surplus:
+        record.keep_ids(max(0, len(record.ids) - surplus))
     event = _without_last(record, unsettled.event, surplus) if surplus else unsettled.event
     return event + usage_event(record) + DONE
 

@@ -18,7 +18,7 @@ from router.answering import Answering
 from router.breaker import Permit
 from router.choosing import Choice
 from router.exchange import Exchange
-from router.headers import Headers, to_worker
+from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
 from router.pd.aborts import Aborts, DecodeWatch
 from router.pd.logprobs import PromptLogprobs
@@ -48,6 +48,8 @@ class Surroundings(Protocol):
     #: How long a prefill may take, from its own dispatch.
     prefill_seconds: float
     cancels_unmatched: bool
+    #: The client's key is the router's, and no business of a worker.
+    is_keyed: bool
     recomputes: bool
 
     def pool(self, worker: Worker) -> Pool:
@@ -77,6 +79,19 @@ class Reservation:
         """Nothing was sent. Idempotent."""
         if self.is_open:
             self.redeem().close("neutral", now)
+
+
+class Places:
+    """A place on each worker of a pair, until the legs take them over."""
+
+    def __init__(self, choice: PairChoice) -> None:
+        self.prefill = Reservation(choice.prefill)
+        self.decode = Reservation(choice.decode)
+
+    def release(self, now: float) -> None:
+        """Whatever was not used. Idempotent."""
+        self.prefill.release(now)
+        self.decode.release(now)
 
 
 @define(eq=False)
@@ -110,7 +125,7 @@ class PairAttempt:
     choice: PairChoice
     orders: Orders
     around: Surroundings
-    reservation: Reservation = field(init=False)
+    places: Places
     watch: DecodeWatch = field(init=False)
     prefill: Prefill | None = field(init=False, default=None)
     #: What prefill tells that the client is to get, and decode's answer that waits for it.
@@ -120,10 +135,8 @@ class PairAttempt:
     def __attrs_post_init__(self) -> None:
         if self.orders.reading.wants_logprobs and not self.orders.is_serial:
             self.logprobs = PromptLogprobs()
-        self.reservation = Reservation(self.choice.decode)
-        authorization = next(
-            (v for k, v in self.exchange.call.headers if k == b"authorization"), None
-        )
+        key = find(self.exchange.call.headers, b"authorization")
+        authorization = None if self.around.is_keyed else key
         self.watch = DecodeWatch(self.around.aborts, self.orders.rid, authorization)
 
     def begin(self) -> None:
@@ -138,7 +151,7 @@ class PairAttempt:
         if body is not None:
             leg = self._make_prefill()
         else:
-            self.choice.prefill.give_back(exchange.now)
+            self.places.prefill.release(exchange.now)
         exchange.fire("admitted")
         if leg is not None and body is not None:
             self._send(leg, body, orders.prefill_rank)
@@ -159,13 +172,21 @@ class PairAttempt:
         if self.orders.reading.has_rid and not ticket.is_over:
             # An engine refuses a name that it knows (sglang #19035), and this one is the client's.
             ticket.tried |= {self.choice.prefill.worker, self.choice.decode.worker}
-        self.reservation.release(self.exchange.now)
+        self.places.release(self.exchange.now)
         if self.prefill is not None:
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
+            is_unsent = self.prefill.leg.upstream is None
             self.prefill.leave(
-                closes=self.orders.is_serial or is_unmatched,
+                closes=self.orders.is_serial or is_unmatched or is_unsent,
                 lost_decode=self.watch.was_sent and not self.watch.succeeded,
             )
+
+    def drop(self) -> None:
+        """The same after a bug of ours; a prefill that was never sent has nothing to protect."""
+        self.places.release(self.exchange.now)
+        if self.prefill is not None:
+            is_unsent = self.prefill.leg.upstream is None
+            self.prefill.leave(closes=self.orders.is_serial or is_unsent, lost_decode=True)
 
     def on_decode_head(self, leg: Leg, status: int, answering: Answering) -> Answering:
         """Decode has answered. With an error it has the last word, whatever prefill says."""
@@ -254,7 +275,7 @@ class PairAttempt:
             id=f"{exchange.ticket.id}.{exchange.ticket.attempts}.prefill",
             worker=self.choice.prefill.worker,
             role="prefill",
-            permit=self.choice.prefill.permit,
+            permit=self.places.prefill.redeem(),
             owner=prefill,
             observer=around.leg_observer,
             listeners=around.leg_listeners,
@@ -270,14 +291,14 @@ class PairAttempt:
         return "optional" if self.around.recomputes else "required"
 
     def _send_decode(self, body: bytes) -> None:
-        if not self.reservation.is_open:
+        if not self.places.decode.is_open:
             return  # prefill could not even be sent, and the attempt is over
         exchange, around = self.exchange, self.around
-        leg = RankedLeg(
+        leg = exchange.leg = RankedLeg(
             id=f"{exchange.ticket.id}.{exchange.ticket.attempts}",
             worker=self.choice.decode.worker,
             role="decode",
-            permit=self.reservation.redeem(),
+            permit=self.places.decode.redeem(),
             owner=exchange,
             observer=around.leg_observer,
             listeners=(*around.leg_listeners, self.watch.on_edge),
@@ -299,7 +320,7 @@ class PairAttempt:
             pool.base_path,
             self.orders.target,
             pool.authority,
-            to_worker(headers, identity=True),
+            to_worker(headers, identity=True, is_keyed=self.around.is_keyed),
             self._engine_id().encode(),
             len(body),
         )

@@ -19,7 +19,7 @@ from router.exchange import Exchange
 from router.legs import LegListener, LegObserver
 from router.migration.continuation import Continuation
 from router.pd.aborts import Aborts
-from router.pd.attempt import Orders, PairAttempt
+from router.pd.attempt import Orders, PairAttempt, Places
 from router.pd.pairing import NIXL, PairChoice, Pairing
 from router.pd.prefill import Counter
 from router.pd.ranks import least_loaded
@@ -69,6 +69,7 @@ class Pairs:
     pairing: Pairing = field(init=False)
     prefill_seconds: float = field(init=False)
     cancels_unmatched: bool = field(init=False)
+    is_keyed: bool = field(init=False)
     recomputes: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -76,6 +77,7 @@ class Pairs:
         self.choose_by(random.Random())
         self.prefill_seconds = settings.request_timeout_secs or PREFILL_SECONDS
         self.cancels_unmatched = settings.pd_cancel_unmatched_prefill
+        self.is_keyed = bool(settings.api_key)
         self.recomputes = settings.pd_recompute
 
     def choose_by(self, luck: random.Random) -> None:
@@ -131,9 +133,7 @@ class Pairs:
             refusal = unknown_model(self.fleet, ticket.model) or choice
             exchange.fire("refused", ticket.failure or Failure(refusal))
             return
-        moving = ticket.moving
-        body = exchange.call.body if moving is None else moving.begin(choice.worker)
-        self._begin(exchange, choice, exchange.call.target, body)
+        self._begin(exchange, choice, None)
 
     def choose(self, exchange: Exchange, tried: Collection[Worker]) -> PairChoice | Refusal:
         """A pair for this request that is not in `tried`."""
@@ -141,18 +141,32 @@ class Pairs:
 
     def go_on(self, exchange: Exchange, choice: PairChoice, continuation: Continuation) -> None:
         """Send what continues a stream: to a pair, as if it were a request of its own."""
-        moving = exchange.ticket.moving
-        assert moving is not None
-        moving.go_on(choice.worker, continuation)
-        self._begin(exchange, choice, continuation.path.encode(), continuation.body)
+        self._begin(exchange, choice, continuation)
 
-    def _begin(self, exchange: Exchange, choice: PairChoice, target: bytes, body: bytes) -> None:
+    def _begin(
+        self, exchange: Exchange, choice: PairChoice, continuation: Continuation | None
+    ) -> None:
+        places = Places(choice)
+        try:
+            orders = self._orders(exchange, choice, continuation)
+            PairAttempt(exchange, choice, orders, self, places).begin()
+        except Exception:
+            places.release(exchange.now)
+            raise
+
+    def _orders(
+        self, exchange: Exchange, choice: PairChoice, continuation: Continuation | None
+    ) -> Orders:
+        moving, target, body = exchange.ticket.moving, exchange.call.target, exchange.call.body
+        if moving is not None and continuation is not None:
+            moving.go_on(choice.worker, continuation)
+            target, body = continuation.path.encode(), continuation.body
+        elif moving is not None:
+            body = moving.begin(choice.worker)
         reading = read(body, exchange.route.family)
         if self.pairing.protocol_of(choice.prefill.worker) == NIXL:
-            orders = _serial(target, body, reading, is_chat=exchange.route.label == "chat")
-        else:
-            orders = self._at_once(choice, target, body, reading)
-        PairAttempt(exchange, choice, orders, self).begin()
+            return _serial(target, body, reading, is_chat=exchange.route.label == "chat")
+        return self._at_once(choice, target, body, reading)
 
     def _at_once(self, choice: PairChoice, target: bytes, body: bytes, reading: Reading) -> Orders:
         prefill, decode = choice.prefill.worker, choice.decode.worker

@@ -63,12 +63,12 @@ class Prefill:
         "_family",
         "_handoff",
         "_held",
-        "_is_telling",
         "_listener",
         "_lost_decode",
         "_reactor",
         "_reading",
         "_seconds",
+        "_telling",
         "_waiting",
         "_waker",
         "drains",
@@ -100,7 +100,8 @@ class Prefill:
         self.drains = drains
         self._reading: Reading | None = None
         self._held: Verdict | None = None
-        self._is_telling = False
+        #: Who is being told how it ended; a bug in there is theirs to hear of.
+        self._telling: Waiting | None = None
         #: Its decode was given up, or failed.
         self._lost_decode = False
         #: What a callback has raised, for this leg's task to raise.
@@ -159,13 +160,14 @@ class Prefill:
         self._bug = error
         self._waker.wake()
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        if self._is_telling:
-            waiting.on_crash(error)
-        else:
-            self._note_failure("bug")
-            waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
+        if self._telling is not None:
+            self._telling.on_crash(error)
+        elif waiting is not None:
+            try:
+                self._note_failure("bug")
+                waiting.on_prefill(Verdict("bug", "bug", prefill_failed()))
+            except Exception as another:
+                waiting.on_crash(another)
 
     def _feed(self, data: bytes) -> None:
         if self._held is not None:
@@ -196,10 +198,9 @@ class Prefill:
         if verdict.fact != "completed":
             self._note_failure(verdict.reason)
         if self._waiting is not None:
-            self._is_telling = True
-            self._waiting.on_prefill(verdict)
-            self._is_telling = False
-            self._waiting = None
+            telling = self._telling = self._waiting
+            telling.on_prefill(verdict)
+            self._telling = self._waiting = None
 
     def _note_failure(self, reason: str) -> None:
         self._counter.prefill_failed(reason)

@@ -229,12 +229,16 @@ class _Prefilled(msgspec.Struct, gc=False):
 
 
 class _Handoff(msgspec.Struct, gc=False):
-    """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it."""
+    """What decode cannot do without (vLLM 0.32): no blocks kill its core, no sender hangs it.
 
-    remote_block_ids: list[msgspec.Raw]
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
+    Without blocks it is none of vLLM's, whose word for them is the one that all versions share; a
+    connector with other words altogether has a hand-off of its own.
+    """
+
+    remote_block_ids: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
+    remote_engine_id: str | msgspec.UnsetType = msgspec.UNSET
+    remote_host: str | msgspec.UnsetType = msgspec.UNSET
+    remote_port: int | msgspec.UnsetType = msgspec.UNSET
 
 
 _PREFILLED = msgspec.json.Decoder(_Prefilled)
@@ -248,4 +252,7 @@ def handoff_of(answer: bytes) -> bytes | None:
         blocks = _HANDOFF.decode(found).remote_block_ids
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found if blocks else None
+    members = read_members(found) or {}
+    is_of_vllm = any(map(_is_of_handoff, members))
+    is_whole = blocks is not msgspec.UNSET and bool(blocks) if is_of_vllm else bool(members)
+    return found if is_whole else None

@@ -122,11 +122,22 @@ class Answer:
         else:
             now = self.engine.situation()
             one = self.request
-            checked = self.engine.dialect.read(route, one.body, one.headers, now)
+            body = self._without_forgotten(one.body)
+            checked = self.engine.dialect.read(route, body, one.headers, now)
             if isinstance(checked, Reply):
                 await self._send(checked)
             else:
                 await self._generate(checked)
+
+    def _without_forgotten(self, body: bytes) -> bytes:
+        if (forgets := self.script.find("forget")) is None:
+            return body
+        try:
+            members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError:
+            return body
+        members.pop(forgets.word("member"), None)
+        return msgspec.json.encode(members)
 
     def _fixed(self) -> Reply:
         one, engine = self.request, self.engine

@@ -6,9 +6,11 @@ but depend on their input.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from router.sim import tokens
 from router.sim.dialect import Situation
-from router.sim.jobs import Fields, Json
+from router.sim.jobs import DONE, Fields, Json, event
 
 _DIMENSIONS = 8
 
@@ -91,3 +93,25 @@ def scores(fields: Fields, now: Situation, id_: str) -> Json:
         for index, text in enumerate(documents)
     ]
     return {"id": id_, "model": now.settings.model, "results": ranked}
+
+
+def as_parsed(written: bytes, what: str, engine: str) -> bytes:
+    """An event of a chat whose text a parser took for a thought or for a call of a tool.
+
+    Thoughts are `reasoning` with vLLM 0.32 and `reasoning_content` with SGLang 0.5.23.
+    """
+    if written == DONE:
+        return written
+    chunk = msgspec.json.decode(written.removeprefix(b"data: "), type=dict[str, object])
+    choices = msgspec.convert(chunk["choices"], type=list[dict[str, object]])
+    for choice in choices:
+        delta = msgspec.convert(choice["delta"], type=dict[str, object])
+        text = delta.pop("content", None)
+        if what == "tool_call":
+            function = {"name": "look_up", "arguments": text}
+            call = {"id": "call_1", "type": "function", "index": 0, "function": function}
+            delta["tool_calls"] = [call]
+        else:
+            delta["reasoning" if engine == "vllm" else "reasoning_content"] = text
+        choice["delta"] = delta
+    return event(chunk | {"choices": choices})

@@ -172,6 +172,21 @@ _TABLE = (
     Kind("comments", "answer", "a comment before every event", ()),
     Kind("crlf", "answer", "lines of events end with CR LF", ()),
     Kind(
+        "parse",
+        "answer",
+        "the text of one event of a chat is told as a parser does that found more in it",
+        (
+            Parameter("what", "tool_call", "which parser", ("tool_call", "reasoning")),
+            Parameter("event", 2, "which event, counted from 0"),
+        ),
+    ),
+    Kind(
+        "forget",
+        "answer",
+        "not to know a member of the request, as an older release",
+        (Parameter("member", "kv_transfer_params", "its name"),),
+    ),
+    Kind(
         "padding",
         "answer",
         "make the body, or every event, larger",

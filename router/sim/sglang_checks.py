@@ -265,6 +265,8 @@ def _limits(fields: Fields, prompt_tokens: int, budget: int | None, context: int
             f" from the input messages and {budget} tokens for the completion. Please reduce the"
             " number of tokens in the input messages or the completion to fit within the limit."
         )
+    # Its scheduler ends two tokens before the context is full (0.5.23).
+    budget = min(budget, max(0, context - 2 - prompt_tokens))
     min_tokens = fields.integer("min_tokens") or fields.integer("min_new_tokens") or 0
     if not 0 <= min_tokens <= budget:
         raise refuse(f"min_new_tokens must be in [0, max_new_tokens({budget})], got {min_tokens}.")

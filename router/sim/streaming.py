@@ -13,6 +13,7 @@ from attrs import define, field
 
 from router.sim import deaths, pairs
 from router.sim.dialect import Trouble
+from router.sim.extras import as_parsed
 from router.sim.faults import Fault, Script
 from router.sim.jobs import DONE
 from router.sim.running import Fate, Running
@@ -265,6 +266,9 @@ class StreamAnswer:
 
     async def _put(self, event: bytes) -> None:
         """Send one event in the form the script wants."""
+        parsed = self.script.find("parse")
+        if parsed is not None and parsed.integer("event") == self.sent:
+            event = as_parsed(event, parsed.word("what"), self.engine.settings.engine)
         self.sent += 1
         event = self._dressed(event)
         if (lump := self.script.find("lump")) is None:

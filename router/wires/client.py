@@ -111,6 +111,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
             raise httpx.UnsupportedProtocol("no such worker", request=request)
         body = await request.aread()
         inbox = _Inbox(request)
+        pool.reactor.refresh()  # a probe may be the first thing that happens in a minute
         inbox.upstream = pool.send(_bytes_of(request, body), inbox)
         try:
             await inbox.wait_head()

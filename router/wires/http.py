@@ -13,12 +13,10 @@ sglang #20851).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Protocol
 
 import httptools
-import trio
 from attrs import define, field
 
 from router.headers import Headers
@@ -27,7 +25,8 @@ from router.sockets import Address, Socket, TlsTarget
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
-_CHUNK_HEAD = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
+#: The sizes of small chunks as servers write them. Looked up, as `int` takes more for a number.
+_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 #: Largest head of an answer.
 HEAD_BYTES_MAX = 256 * 1024
 #: After `[DONE]`, how long the end of the body may take before the connection is given up.
@@ -83,14 +82,14 @@ class Upstream:
         """Nobody wants the rest: close the connection, which frees the engine. Idempotent."""
         channel, self.channel = self.channel, None
         if channel is not None:
-            channel.upstream = None
+            channel.upstream, channel.told_last = None, self
             channel.close()
 
     def leave(self) -> None:
         """The answer is known to be over: let its end come, and keep the connection if it does."""
         channel, self.channel = self.channel, None
         if channel is not None:
-            channel.upstream = None
+            channel.upstream, channel.told_last = None, self
             if channel.is_open and channel.complete:
                 channel.give_back()
             elif channel.is_open:
@@ -113,7 +112,6 @@ class WorkerChannel(Channel):
         "_parser",
         "_surplus",
         "_told_head",
-        "_told_last",
         "bytes_in",
         "complete",
         "connect_until",
@@ -123,6 +121,7 @@ class WorkerChannel(Channel):
         "pool",
         "reused",
         "status",
+        "told_last",
         "upstream",
     )
 
@@ -135,16 +134,15 @@ class WorkerChannel(Channel):
         self.reused = False
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        #: Who is being told how it ended; a crash in there is theirs to hear of.
-        self._told_last: Upstream | None = None
+        #: Who was told how it ended, or has left; a crash in there is theirs to hear of.
+        self.told_last: Upstream | None = None
         self._forget_answer()
         super().__init__(pool.reactor, sock, Rank.WORKER, connecting=True)
-        pool.reactor.sweeper.arm(self, connect_until)
 
     def start(self, upstream: Upstream) -> None:
         """Send a request; the connection is connecting or idle."""
         assert upstream.request is not None
-        self.upstream = upstream
+        self.upstream, self.told_last = upstream, None
         upstream.channel = self
         self.rank = self.pool.rank
         self.send(upstream.request)
@@ -241,8 +239,8 @@ class WorkerChannel(Channel):
             self.pool.leaving.discard(self)
 
     def crashed(self, error: Exception) -> None:
-        upstream = self.upstream or self._told_last
-        self.upstream = self._told_last = None
+        upstream = self.upstream or self.told_last
+        self.upstream = self.told_last = None
         self._drop_idle()
         if upstream is None:
             raise error
@@ -340,15 +338,15 @@ class WorkerChannel(Channel):
 
     def _finish(self) -> None:
         upstream, self.upstream = self.upstream, None
+        self.told_last = upstream  # who is to hear of a bug on the way as well
         if self.leaving_since is not None:
             self.leaving_since = None
             self.pool.leaving.discard(self)
         self.give_back()
         if upstream is not None:
             upstream.channel = None
-            self._told_last = upstream
             upstream.answered.on_end()
-            self._told_last = None
+        self.told_last = None
 
     def _break(self, detail: str, *, connecting: bool = False, stale: bool = False) -> None:
         upstream, self.upstream = self.upstream, None
@@ -356,12 +354,12 @@ class WorkerChannel(Channel):
         if upstream is None:
             return
         upstream.channel = None
-        self._told_last = upstream
+        self.told_last = upstream
         if stale and self.reused and upstream.request is not None:
             upstream.pool.start_fresh(upstream)
         else:
             upstream.answered.on_broken(detail, connecting=connecting)
-        self._told_last = None
+        self.told_last = None
 
     def _drop_idle(self) -> None:
         self.idle_since = None
@@ -371,14 +369,11 @@ class WorkerChannel(Channel):
 
 
 def _one_chunk(data: bytes) -> bytes | None:
-    """The payload, where a read brought exactly one chunk, as most reads of a stream do."""
-    head = _CHUNK_HEAD.match(data)
-    if head is None:
+    """The payload, where a read brought exactly one small chunk, as most reads of a stream do."""
+    start = data.find(b"\r\n", 1, 6)
+    if len(data) - start - 4 != _SIZES.get(data[:start]) or not data.endswith(b"\r\n"):
         return None
-    start, size = head.end(), int(head[1], 16)
-    if not size or len(data) != start + size + 2 or not data.endswith(b"\r\n"):
-        return None
-    return data[start:-2]
+    return data[start + 2 : -2]
 
 
 class _NotPlain(Exception):
@@ -432,9 +427,15 @@ class Pool:
         except OSError as error:
             upstream.answered.on_broken(f"no connection: {error}", connecting=True)
             return
-        # Not the reactor's time: a probe may be the first thing that happens in a minute.
-        until = trio.current_time() + self.connect_timeout_seconds
-        WorkerChannel(self, sock, until).start(upstream)
+        until = self.reactor.now + self.connect_timeout_seconds
+        channel: WorkerChannel | None = None
+        try:
+            channel = WorkerChannel(self, sock, until)
+            self.reactor.sweeper.arm(channel, until)
+            channel.start(upstream)
+        except BaseException:
+            (sock if channel is None else channel).close()  # a bug of ours must not leak it
+            raise
 
     def close(self) -> None:
         """Close the connections that nobody uses; busy ones belong to their requests."""

@@ -19,6 +19,7 @@ from tests.real.told import Told, told, told_by
 
 HELD_MAX = 64
 """Characters that a router may add at a seam: what engines hold back for stop strings."""
+AFTER_TEXT = "after text"
 STRICT = ("exact", "restart", "retry", "local", "empty")
 OVERTAKEN_MAX = 4
 """Events that may be lost to a reset that comes right after them."""
@@ -130,6 +131,9 @@ def _ways(
 ) -> list[tuple[str, Moved | None]]:
     """How the stream went on after each of its breaks, and the router's word for it.
 
+    What comes after a move in text mode can at most be what that move promised, so it is counted
+    by itself.
+
     The router tells of a move when it has brought content. An attempt after one that had brought
     nothing at all is a retry, and no move.
     """
@@ -149,7 +153,8 @@ def _ways(
             ways.append((waiting[0].mode, waiting.pop(0)))
         else:
             ways.append((waiting[0].mode, None))
-    return ways
+    first = next((at for at, (mode, _) in enumerate(ways) if mode == "text"), len(ways))
+    return [(AFTER_TEXT if at > first else mode, move) for at, (mode, move) in enumerate(ways)]
 
 
 def _gap(move: Moved | None) -> float | None:

@@ -190,6 +190,43 @@ def test_an_expectation_ends_here() -> None:
     assert "expect" not in outcome.work(0)[0].headers
 
 
+def expecting(body_at: float) -> Client:
+    """A client that waits for leave before it sends its body."""
+    return Client(tokens=1, headers=(("expect", "100-continue"),), body_at=body_at)
+
+
+@pytest.mark.parametrize("body_at", [0.0, 0.5, 45.0])
+def test_a_body_may_come_long_after_its_leave(body_at: float) -> None:
+    # Later than a head may: from here on the whole request's deadline is the only one.
+    settings: dict[str, object] = {"header_timeout_secs": 30.0}
+
+    outcome = simulate(Plan(clients=(expecting(body_at),), settings=settings))
+
+    assert outcome.one.interim == [100]
+    assert outcome.one.ending == "clean"
+    assert outcome.one.head_at > body_at
+
+
+def test_a_body_that_never_comes_after_its_leave_is_given_up() -> None:
+    settings: dict[str, object] = {"request_timeout_secs": 60.0}
+
+    outcome = simulate(Plan(clients=(expecting(61.0),), settings=settings))
+
+    assert outcome.one.status == 408
+    assert outcome.sent == [0, 0]
+
+
+def test_leave_is_not_given_for_a_body_that_would_be_refused() -> None:
+    large = Client(
+        raw_body=b"x" * 2000, headers=(("expect", "100-continue"),), body_at=1.0, stream=False
+    )
+
+    outcome = simulate(Plan(clients=(large,), settings={"max_body_bytes": 1000}))
+
+    assert outcome.one.interim == []
+    assert outcome.one.status == 413
+
+
 def test_many_requests_on_one_connection() -> None:
     following = tuple(Client(at=5.0 * turn, tokens=2, stream=turn % 2 == 0) for turn in range(1, 6))
 

@@ -128,6 +128,44 @@ def test_a_worker_that_returns_is_asked_what_it_serves_before_it_is_used() -> No
     assert "/v1/models" in asked[first:again]
 
 
+def returned(*, restart_after: float, asks: tuple[Client, ...]) -> Outcome:
+    """The first worker dies; who answers at its address then serves another model."""
+    return simulate(
+        Plan(
+            engines=(Engine(), Engine(model="other")),
+            clients=(Client(tokens=1), *asks, get("/v1/models", 60.0)),
+            settings={"health_check_interval_secs": 2.0},
+            happenings=(
+                (3.0, f"faults 0 now:server_dies,restart_after={restart_after}"),
+                (3.1, "replace 0 1"),
+            ),
+            looks=(50.0,),
+        )
+    )
+
+
+def test_a_worker_that_returns_with_another_model_is_asked_for_that_one_only() -> None:
+    # Anything that names the old one would be refused there, if it were sent.
+    new = tuple(Client(at=50.0 + turn, tokens=1, model="other") for turn in range(4))
+    old = Client(at=55.0, tokens=1)
+
+    outcome = returned(restart_after=20, asks=(*new, old))
+
+    assert states(outcome) == ["ready"]
+    assert [got.status for got in outcome.got[:5]] == [200] * 5
+    assert outcome.got[5].code == "model_not_found"
+    models = outcome.got[6].json["data"]
+    assert isinstance(models, list)
+    assert [model["id"] for model in models] == ["other"]
+
+
+def test_another_model_between_two_probes_is_found_out_within_some() -> None:
+    # Nobody has noticed that it was away, so only the regular question tells.
+    outcome = returned(restart_after=0.5, asks=(Client(at=30.0, tokens=1),))
+
+    assert outcome.got[1].code == "model_not_found"
+
+
 def test_the_worker_api() -> None:
     url = "http://127.0.0.1:9001"
 

@@ -132,6 +132,19 @@ def test_streams_are_told_not_to_be_held_or_compressed() -> None:
     assert "content-encoding" not in outcome.one.headers
 
 
+def test_a_worker_that_lets_its_streams_be_kept_is_not_believed() -> None:
+    eager = Engine(header="cache-control: public, max-age=60")
+    clients = (Client(), Client(at=5.0, stream=False))
+
+    outcome = simulate(Plan(engines=(eager,), clients=clients))
+
+    stream, whole = (
+        [value for name, value in got.header_list if name == "cache-control"] for got in outcome.got
+    )
+    assert stream == ["no-cache"]
+    assert whole == ["public, max-age=60"]  # that is the worker's to say
+
+
 def test_other_paths_may_be_compressed() -> None:
     client = Client(
         path="/tokenize",

@@ -155,6 +155,51 @@ def test_a_key_is_asked_for(client: Client, status: int) -> None:
     assert outcome.one.code == (None if status == 200 else "unauthorized")
 
 
+@pytest.mark.parametrize("head", [b"content-length: 50000000\r\n\r\n", None])
+def test_a_large_body_is_not_read_without_a_key(head: bytes | None) -> None:
+    # Anybody could make the router hold --max-body-bytes a connection.
+    chunks = b"transfer-encoding: chunked\r\n\r\n" + b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n" + (
+        head or chunks + 2 * (b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
+    )
+
+    outcome = simulate(Plan(clients=(Client(raw=raw),), settings=KEYS))
+
+    assert outcome.one.raw.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in outcome.one.raw
+
+
+def test_a_large_body_is_read_with_a_key() -> None:
+    client = Client(
+        tokens=1, extra={"user": "x" * 100_000}, headers=(("authorization", "Bearer sesame"),)
+    )
+
+    outcome = simulate(Plan(clients=(client,), settings=KEYS))
+
+    assert outcome.one.status == 200
+
+
+@pytest.mark.parametrize(("keys", "is_passed_on"), [(KEYS, False), ({"admin_key": "root"}, True)])
+def test_workers_see_a_key_only_where_the_router_asks_for_none(
+    keys: dict[str, object], *, is_passed_on: bool
+) -> None:
+    cut = Engine(faults="times=1:cut,after_events=1")
+    settings = keys | {"migration_limit": 1}
+
+    client = Client(tokens=4, headers=(("authorization", "Bearer sesame"),))
+
+    outcome = simulate(Plan(engines=(cut, Engine()), clients=(client,), settings=settings))
+
+    keys_seen = {
+        (place, request.headers.get("authorization"))
+        for place in (0, 1)
+        for request in outcome.work(place)
+        if "x-request-id" in request.headers
+    }
+    key = "Bearer sesame" if is_passed_on else None
+    assert keys_seen == {(0, key), (1, key)}  # a continuation is like every other request
+
+
 @pytest.mark.parametrize(
     ("path", "key", "status"),
     [

@@ -222,7 +222,9 @@ def test_a_poisoned_stream_that_does_not_break_is_counted_and_unharmed() -> None
 def test_budgets_of_a_chat_are_what_is_left(
     fields: dict[str, object], after: int, expected: dict[str, object]
 ) -> None:
-    outcome = lose(f"request=1:cut,after_events={after}", more(**fields, ignore_eos=False))
+    client = more(**fields, ignore_eos=False)
+
+    outcome = lose(f"request=1:cut,after_events={after}", client, context_length=100)
 
     (next_,) = outcome.asked(1)
     assert {name: next_[name] for name in expected} == expected

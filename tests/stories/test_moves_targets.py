@@ -99,6 +99,34 @@ def test_one_whose_context_is_too_short_is_passed_over() -> None:
     assert outcome.asked(1) == []
 
 
+#### The first one's context is full (case 88)
+
+
+ENDLESS = Client(extra={"max_tokens": None, "stream_options": {"include_usage": True}})
+#: Events of that answer in a context of 49 tokens, usage and `[DONE]` included.
+EVENTS = {"vllm": 24, "sglang": 19}
+
+
+@pytest.mark.parametrize("kinds", ["vllm vllm", "sglang sglang", "vllm sglang", "sglang vllm"])
+@pytest.mark.parametrize("before_the_end", range(1, 7))
+@pytest.mark.parametrize("context_length", [51, 4096])
+def test_the_answer_ends_where_the_first_ones_context_is_full(
+    kinds: str, before_the_end: int, context_length: int
+) -> None:
+    began, goes_on = kinds.split()
+    fault = f"request=1:cut,after_events={EVENTS[began] - before_the_end}"
+    first = Engine(kind=began, context_length=49, faults=fault)
+    next_one = Engine(kind=goes_on, context_length=context_length)
+
+    outcome = simulate(
+        Plan(engines=(first, next_one), clients=(ENDLESS,), settings={"migration_limit": 1})
+    )
+
+    assert is_whole(outcome)
+    assert outcome.one.finish == "length"
+    assert outcome.one.text == outcome.one.direct[0].text
+
+
 def test_one_that_tokenizes_otherwise_is_given_the_text() -> None:
     # Whoever does not tell how it tokenizes is not believed to do it alike.
     mute = Engine(faults="path=/tokenize:status,code=404")
