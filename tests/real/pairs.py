@@ -5,12 +5,14 @@ since a start costs half a minute and most tests leave both halves alive.
 """
 
 import contextlib
+import random
+import socket
 from collections.abc import Callable, Iterator, Mapping
 
 from attrs import Factory, define, field, frozen
 
 from tests.real.engines import Engine, sglang, vllm
-from tests.real.processes import free_port, members
+from tests.real.processes import members
 from tests.real.router import routed_pair
 
 PREFILL_CONTEXT = 1024
@@ -30,9 +32,18 @@ class Half:
         return bool(members(self.engine.process.pid))
 
 
+def quiet_port() -> int:
+    """A free port that no outgoing connection takes while the engine is starting."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @contextlib.contextmanager
 def sglang_half(role: str) -> Iterator[Half]:
-    bootstrap = free_port()
+    bootstrap = quiet_port()
     flags = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"]
     if role == "prefill":
         flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
@@ -53,7 +64,7 @@ def vllm_half(role: str) -> Iterator[Half]:
         flags += ["--max-model-len", str(PREFILL_CONTEXT)]
     settings = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(quiet_port()),
         "UCX_TLS": "tcp,self",
         "UCX_NET_DEVICES": "lo",
     }

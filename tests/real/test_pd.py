@@ -29,6 +29,8 @@ pytestmark = pytest.mark.real
 TOO_LONG = "word " * 1200
 LONG_TOKENS = 600
 FAST_SECONDS = 1.0
+KILLED_SECONDS = 5.0
+"""A process that is killed frees gigabytes before its sockets close; the rest is Baton's."""
 BODIES: dict[str, tuple[str, Object]] = {
     "chat": (CHAT, chat("What is a relay?", max_tokens=40)),
     "chat of one token": (CHAT, chat("hi", max_tokens=1)),
@@ -204,7 +206,7 @@ def test_prefill_killed_before_the_first_token(
     assert answer.status == 502
     # A kept connection that ends without a byte is tried once more, on a new one.
     assert answer.headers["x-router-error-code"] in ("upstream_broken", "upstream_unreachable")
-    assert took < FAST_SECONDS
+    assert took < KILLED_SECONDS
     assert is_free
     way = "stream" if stream else "unary"
     report.add(kind, f"prefill killed before the first token ({way})", "502", took)
@@ -242,7 +244,7 @@ def test_decode_killed_in_mid_stream(pair: Pair, kind: str, report: Report) -> N
     assert not answer.whole
     assert b"[DONE]" not in answer.events()
     assert json.loads(answer.events()[-1])["error"]["code"] == "upstream_broken"
-    assert took < FAST_SECONDS
+    assert took < KILLED_SECONDS
     assert unready
     report.add(kind, "decode killed in mid-stream", "error event, cut", took)
 
@@ -269,7 +271,7 @@ def test_decode_killed_before_the_first_token(
 
     assert answer.status in (502, 200)
     assert error_of(answer.body if answer.status == 502 else answer.events()[-1])
-    assert took < FAST_SECONDS
+    assert took < KILLED_SECONDS
     way = "stream" if stream else "unary"
     told = "502" if answer.status == 502 else "error event, cut"
     report.add(kind, f"decode killed before the first token ({way})", told, took)
