@@ -211,6 +211,8 @@ def test_an_unreadable_event_is_forwarded_untouched() -> None:
 ENDINGS = {
     "sglang-abort-request": Ending.LIE,
     "sglang-kill-scheduler": Ending.LIE,
+    "sglang-pd-decode-timeout": Ending.ERROR,
+    "sglang-pd-prefill-timeout": Ending.ERROR,
     "vllm-kill-apiserver": Ending.LIE,
     "vllm-kill-enginecore": Ending.ERROR,
     "vllm-sigterm-abort": Ending.LIE,

@@ -17,6 +17,7 @@ from attrs import define, field
 from router.answering import Answering
 from router.breaker import Permit
 from router.choosing import Choice
+from router.errors import Refusal
 from router.exchange import Exchange
 from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
@@ -26,7 +27,8 @@ from router.pd.merging import MergingAnswering
 from router.pd.pairing import PairChoice
 from router.pd.prefill import Counter, Prefill
 from router.pd.shaping import Reading, shape_decode
-from router.pd.verdict import Handoff, Verdict, failed
+from router.pd.verdict import Handoff, Verdict
+from router.ticket import Failure
 from router.wires.http import Pool
 from router.worker import Worker
 from statemachines.leg import LegState, told_by_prefill
@@ -206,7 +208,8 @@ class PairAttempt:
         if prefill is None or not prefill.leg.is_open or leg.state is LegState.STREAMING:
             return False
         if prefill.leg.worker.is_silent:
-            prefill.lose("stalled", "upstream_broken", "The prefill worker does not answer.")
+            message = "The prefill worker does not answer."
+            prefill.lose("stalled", Refusal("upstream_broken", message))
             return True
         prefill.leg.worker.probe_soon()
         if is_stalled:
@@ -220,12 +223,12 @@ class PairAttempt:
         seconds = self.exchange.clocks.deadlines.first_token
         message = f"No first token within {seconds:g} s."
         if self.orders.is_serial:
-            prefill.lose("stalled", "first_token_timeout", message)
+            prefill.lose("stalled", Refusal("first_token_timeout", message))
             return
         # Decode is not to blame, and prefill's own time is not over: it books its end itself.
         ticket = self.exchange.ticket
         ticket.tried.add(self.choice.prefill.worker)
-        self.exchange.give_up("leg_stalled", failed("first_token_timeout", message))
+        self.exchange.give_up("leg_stalled", Failure(Refusal("first_token_timeout", message)))
 
     # What prefill tells
 

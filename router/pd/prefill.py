@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 import trio
 
+from router.errors import Refusal
 from router.headers import Headers
 from router.legs import Leg
 from router.pd.verdict import (
@@ -21,11 +22,11 @@ from router.pd.verdict import (
     Listener,
     Reading,
     Verdict,
-    failed,
     prefill_failed,
     reading_of,
 )
 from router.reactor import Reactor
+from router.ticket import Failure
 from router.waking import Waker
 
 _log = structlog.get_logger("baton")
@@ -117,7 +118,8 @@ class Prefill:
             if self.leg.is_open:
                 self._reactor.turn()  # what has arrived by now beats the deadline
             if self.leg.is_open:
-                self.lose("stalled", "request_timeout", f"No prefill in {self._seconds:g} s.")
+                message = f"No prefill in {self._seconds:g} s."
+                self.lose("stalled", Refusal("request_timeout", message))
             if self._bug is not None:
                 raise self._bug
         finally:
@@ -131,9 +133,9 @@ class Prefill:
             self.leg.let_go("aborted")
             self._waker.wake()
 
-    def lose(self, reason: str, code: str, message: str) -> None:
+    def lose(self, reason: str, refusal: Refusal) -> None:
         """It is known from elsewhere that nothing will come of it."""
-        self._conclude(Verdict("stalled", reason, failed(code, message)))
+        self._conclude(Verdict("stalled", reason, Failure(refusal)))
 
     # What the leg tells
 
@@ -150,11 +152,11 @@ class Prefill:
         if self._held is not None:
             self._conclude(self._held)
         elif connecting:
-            failure = failed("upstream_unreachable", "The prefill worker cannot be reached.")
-            self._conclude(Verdict("broke", "unreachable", failure))
+            refusal = Refusal("upstream_unreachable", "The prefill worker cannot be reached.")
+            self._conclude(Verdict("broke", "unreachable", Failure(refusal)))
         else:
             message = "The prefill's answer broke off before its end."
-            self._conclude(Verdict("broke", "broken", failed("upstream_broken", message)))
+            self._conclude(Verdict("broke", "broken", Failure(Refusal("upstream_broken", message))))
 
     def on_crash(self, error: Exception) -> None:
         self._bug = error

@@ -74,11 +74,6 @@ def reading_of(
     return _WholeReading(family, handoff, listener)
 
 
-def failed(code: str, message: str) -> Failure:
-    """A failure that the router words itself."""
-    return Failure(Refusal(code, message))
-
-
 def prefill_failed(answer: Answer | None = None) -> Failure:
     """The prefill failed by its worker's fault, or with an answer that is the client's."""
     return Failure(Refusal("prefill_failed", "The prefill of this request failed."), answer=answer)
