@@ -437,6 +437,8 @@ async def _run(pairs: Pairs, inside: Run, prefills: list[Engine], decodes: list[
 
     async def look(moment: float) -> None:
         await trio.sleep_until(BEGIN + moment)
+        # What else happens at this moment happens first, in whatever order Trio's tasks run.
+        await trio.testing.wait_all_tasks_blocked()
         workers = app.fleet.all()
         looks.append(
             Look(

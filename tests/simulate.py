@@ -258,6 +258,8 @@ def _drain(app: App, worker: str, seconds: str) -> None:
 
 async def _look(run: Run, moment: float) -> None:
     await trio.sleep_until(run.plan.begin + moment)
+    # What else happens at this moment happens first, in whatever order Trio's tasks run.
+    await trio.testing.wait_all_tasks_blocked()
     app, live = run.app, run.app.serving.live
     run.looks.append(
         Look(
