@@ -53,7 +53,7 @@ def test_a_client_that_takes_nothing_is_gone() -> None:
     stuck = Client(tokens=100, fault=FAT, reads_from=200.0)
 
     outcome = simulate(
-        Plan(clients=(stuck,), settings={"client_stall_timeout_secs": 30.0}, looks=(31.0, 40.0))
+        Plan(clients=(stuck,), settings={"client_stall_timeout_secs": 30.0}, looks=(30.0, 40.0))
     )
 
     assert outcome.one.ending == "cut"
