@@ -15,7 +15,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from functools import lru_cache, partial
+from functools import partial
 
 import httpx
 import structlog
@@ -40,8 +40,9 @@ from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
 from router.ticket import Ticket
 from router.websocket import Feed
-from router.wires.client import PoolTransport
+from router.wires.client import LineTransport
 from router.wires.http import Pool
+from router.wires.line import Line
 from router.worker import Fleet, Worker
 from statemachines import ROUTER, Edge
 from statemachines.router import RouterState
@@ -73,7 +74,7 @@ class App:
     fleet: Fleet = field(init=False)
     serving: Serving = field(init=False)
     _api: Api = field(init=False)
-    _pools: dict[Worker, Pool] = field(init=False, factory=dict)
+    _lines: dict[Worker, Line] = field(init=False, factory=dict)
     _client: httpx.AsyncClient = field(init=False)
     _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
@@ -101,7 +102,7 @@ class App:
         self.listeners.append(booking.listener("router"))
         chooser = make_chooser(settings.policy)
         self._client = httpx.AsyncClient(
-            transport=PoolTransport(self._pool_of_url), timeout=None, trust_env=False
+            transport=LineTransport(self.line, self.reactor.refresh), timeout=None, trust_env=False
         )
         self._aborts = Aborts(self._client, self.metrics, self.spawn)
         self.serving = Serving(
@@ -137,12 +138,12 @@ class App:
 
     # What others ask for
 
-    def pool(self, worker: Worker) -> Pool:
-        """The connections to a worker, also while its last legs run on after it has left."""
-        pool = self._pools.get(worker)
-        if pool is None:
-            pool = self._pools[worker] = self._make_pool(worker)
-        return pool
+    def line(self, worker: Worker) -> Line:
+        """The way to a worker, also while its last legs run on after it has left."""
+        line = self._lines.get(worker)
+        if line is None:
+            line = self._lines[worker] = self._make_pool(worker)
+        return line
 
     def open_requests(self) -> Iterable[Ticket]:
         """Live requests (for the metrics)."""
@@ -212,8 +213,8 @@ class App:
                 root.cancel_scope.cancel(reason="the router has stopped")
         finally:
             self._listener.close()
-            for pool in self._pools.values():
-                pool.close()
+            for line in self._lines.values():
+                line.close()
 
     async def _drain(self) -> None:
         facts: list[str] = []
@@ -256,9 +257,9 @@ class App:
 
     def _on_left(self, worker: Worker) -> None:
         self.metrics.worker_left(worker.id)
-        pool = self._pools.pop(worker, None)
-        if pool is not None:
-            pool.close()
+        line = self._lines.pop(worker, None)
+        if line is not None:
+            line.close()
 
     def _make_pool(self, worker: Worker) -> Pool:
         host = f"[{worker.host}]" if ":" in worker.host else worker.host
@@ -272,12 +273,6 @@ class App:
             keep_alive_seconds=self.settings.worker_keep_alive_secs,
             rank=Rank.PREFILL if worker.role == "prefill" else Rank.WORKER,
         )
-
-    def _pool_of_url(self, url: httpx.URL) -> Pool | None:
-        for worker in self.fleet.all():
-            if str(url).startswith(beneath(worker.url)):
-                return self.pool(worker)
-        return None
 
     def _tls_for(self, worker: Worker) -> TlsTarget | None:
         if worker.scheme != "https":
@@ -364,10 +359,3 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@lru_cache(maxsize=4096)
-def beneath(url: str) -> str:
-    """How the URL of everything that a worker serves begins, as httpx spells it."""
-    # httpx leaves out default ports; without the slash, port 900 would be that of 9000, too.
-    return str(httpx.URL(url)).rstrip("/") + "/"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from router.breaker import Permit
 from router.headers import Headers
-from router.wires.http import Upstream
+from router.wires.line import Sent
 from router.worker import Worker
 from statemachines import LEG, Edge
 from statemachines.leg import OUTCOMES, VERDICTS, LegState
@@ -89,7 +89,7 @@ class Leg:
         self.owner = owner
         self.listeners = listeners
         self.state = LegState.CONNECTING
-        self.upstream: Upstream | None = None
+        self.upstream: Sent | None = None
         self.sent_at = now
         #: When the last event with data came, or reading was resumed (Trio's clock, seconds).
         self.last_event_at = now
@@ -112,7 +112,7 @@ class Leg:
         """Not in a final state."""
         return self.state not in LEG.final
 
-    def attach(self, upstream: Upstream) -> None:
+    def attach(self, upstream: Sent) -> None:
         """Take the connection over; it may have failed already."""
         if self.is_open:
             self.upstream = upstream

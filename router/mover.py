@@ -31,6 +31,7 @@ from router.migration.settling import Counting, Unsettled, settle
 from router.moving import Moving
 from router.pd.pairing import PairChoice
 from router.pd.pairs import Pairs
+from router.wires.client import ask
 from router.worker import Fleet, Worker
 from router.workerspec import ROLES
 from statemachines.request import RequestState
@@ -127,11 +128,8 @@ class Mover:
         for worker in self._kin(exchange, moving):
             body = question_body(question, worker.models[0] if worker.models else None)
             try:
-                answer = await self.client.post(
-                    worker.url + "/detokenize",
-                    content=body,
-                    headers={"content-type": "application/json"},
-                )
+                async with ask(self.client, "POST", worker, "/detokenize", content=body) as answer:
+                    await answer.aread()
             except httpx.TransportError:
                 continue
             if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:

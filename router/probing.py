@@ -20,6 +20,7 @@ from attrs import asdict, define, field
 
 from router.engines import MODELS, Answer, Knowledge, next_question, recognise
 from router.migration.fingerprint import fingerprint, question_body, read_ids
+from router.wires.client import ask
 from router.worker import Probe, ProbeOutcome, Worker
 from statemachines import Edge
 from statemachines.worker import WorkerState
@@ -219,13 +220,7 @@ class ProbeLoop:
 
     async def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
         # Kept up to a bound: an answer may be anything, one without an end included.
-        headers = {"accept-encoding": "identity"}
-        if content is not None:
-            headers["content-type"] = "application/json"
-        asking = self.client.stream(
-            method, self.worker.url + path, headers=headers, content=content, timeout=None
-        )
-        async with asking as response:
+        async with ask(self.client, method, self.worker, path, content=content) as response:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 if len(body) <= BODY_BYTES_MAX:

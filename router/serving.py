@@ -42,7 +42,7 @@ from router.routes import ENDPOINTS, OTHER, Route, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
 from router.websocket import Feed
-from router.wires.http import Pool
+from router.wires.line import Line
 from router.worker import Fleet, Worker
 from statemachines.request import RequestState
 from statemachines.router import RouterState
@@ -58,8 +58,8 @@ class House(Protocol):
 
     state: RouterState
 
-    def pool(self, worker: Worker) -> Pool:
-        """The connections to a worker."""
+    def line(self, worker: Worker) -> Line:
+        """The way to a worker."""
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
@@ -303,9 +303,9 @@ class Serving:
             exchange.fire("refused", ticket.failure or Failure(self._nobody(model)))
             return
         leg, worker = self._begin_leg(exchange, choice), choice.worker
-        pool, call, moving = self.house.pool(worker), exchange.call, ticket.moving
+        call, moving = exchange.call, ticket.moving
         body = call.body if moving is None else moving.begin(worker)
-        leg.attach(pool.send(self._request_for(pool, exchange, call.target, body), leg))
+        self._send(exchange, leg, call.target, body)
         exchange.channel.rearm(not_before=ticket.started_at + self._soonest)
 
     async def _move(self, exchange: Exchange) -> None:
@@ -321,9 +321,7 @@ class Serving:
         assert moving is not None
         leg = self._begin_leg(exchange, choice)
         moving.go_on(choice.worker, continuation)
-        pool = self.house.pool(choice.worker)
-        request = self._request_for(pool, exchange, continuation.path.encode(), continuation.body)
-        leg.attach(pool.send(request, leg))
+        self._send(exchange, leg, continuation.path.encode(), continuation.body)
         exchange.channel.rearm()
 
     def _begin_leg(self, exchange: Exchange, choice: Choice) -> Leg:
@@ -355,23 +353,14 @@ class Serving:
         model = exchange.ticket.model
         return self.fleet.ready("prefill", model) or self.fleet.ready("decode", model)
 
-    def _request_for(self, pool: Pool, exchange: Exchange, target: bytes, body: bytes) -> bytes:
+    def _send(self, exchange: Exchange, leg: Leg, target: bytes, body: bytes) -> None:
         headers = to_worker(
             exchange.call.headers,
             identity=exchange.route is not OTHER,
             is_keyed=bool(self.settings.api_key),
         )
-        return (
-            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
-            % (
-                pool.base_path,
-                target,
-                pool.authority,
-                headers,
-                exchange.ticket.id.encode(),
-                len(body),
-            )
-        ) + body
+        lines = b"%bx-request-id: %b\r\n" % (headers, exchange.ticket.id.encode())
+        leg.attach(self.house.line(leg.worker).send(b"POST", target, lines, body, leg))
 
     def _nobody(self, model: str | None) -> Refusal:
         if (unknown := unknown_model(self.fleet, model)) is not None:

@@ -22,7 +22,7 @@ from attrs import define, field, frozen
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 import router
-from router.app import App, beneath
+from router.app import App
 from router.calls import _split
 from router.logs import configure
 from router.migration.skimming import _compiled
@@ -157,7 +157,7 @@ def play(scene: Scene, name: str, number: int) -> World:
 
 
 #: What a process remembers for good would not run a second time.
-_REMEMBERED = (beneath, _split, _compiled)
+_REMEMBERED = (_split, _compiled)
 
 
 @cache

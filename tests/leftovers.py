@@ -9,6 +9,7 @@ from attrs import define, field
 from router.app import App
 from router.config import Settings
 from router.logs import LineWriter
+from router.wires.http import Pool
 from router.workerspec import WorkerSpec
 
 
@@ -52,7 +53,8 @@ def hurried(urls: Sequence[str], *, port: int, places: int, second: float = 1.0)
 def left_of(app: App) -> dict[str, int]:
     """What is still held, by name; nothing should be, but idle connections to workers."""
     workers = app.fleet.all()
-    idle = sum(len(app.pool(worker).idle) for worker in workers)
+    pools = [line for worker in workers if isinstance(line := app.line(worker), Pool)]
+    idle = sum(len(pool.idle) for pool in pools)
     held = {
         "live requests": len(app.serving.live),
         "places": len(app.serving.admission.holding) + len(app.serving.admission.waiting),

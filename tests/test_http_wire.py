@@ -13,15 +13,19 @@ import trio
 from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from router.config import Settings
 from router.headers import Headers
 from router.reactor import Reactor
-from router.wires.client import PoolTransport
+from router.wires.client import LineTransport, ask
 from router.wires.http import HEAD_BYTES_MAX, LINGER_SECONDS, Pool, Upstream, WorkerChannel
+from router.worker import Fleet, Worker
+from router.workerspec import WorkerSpec
 from tests.memory import MemoryNetwork, MemorySocket, MemoryStream
 
 ADDRESS = ("10.0.0.1", 8000)
 OTHER = ("10.0.0.2", 8000)
-ASK = b"POST /v1/x HTTP/1.1\r\nhost: w\r\ncontent-length: 2\r\n\r\nhi"
+ASK = b"POST /v1/x HTTP/1.1\r\nhost: w\r\nx: y\r\ncontent-length: 2\r\n\r\nhi"
+BODY = b"hi"
 KEEP_ALIVE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
 
@@ -82,15 +86,15 @@ class Wire:
     pool: Pool
     bugs: list[Exception]
 
-    async def ask(self, request: bytes = ASK) -> Asked:
-        asked = self.send(request)
+    async def ask(self, body: bytes = BODY) -> Asked:
+        asked = self.send(body)
         await wait_all_tasks_blocked()
         return asked
 
-    def send(self, request: bytes = ASK, asked: Asked | None = None) -> Asked:
+    def send(self, body: bytes = BODY, asked: Asked | None = None) -> Asked:
         asked = asked or Asked()
         self.reactor.refresh()  # as everybody does who was not woken by it
-        asked.upstream = self.pool.send(request, asked)
+        asked.upstream = self.pool.send(b"POST", b"/v1/x", b"x: y\r\n", body, asked)
         return asked
 
     @property
@@ -619,7 +623,7 @@ async def test_a_connection_whose_request_was_not_fully_taken_is_not_kept() -> N
         await trio.sleep_forever()
 
     async with wired(engine) as wire:
-        asked = await wire.ask(ASK + b"x" * 200_000)
+        asked = await wire.ask(b"x" * 200_000)
 
         assert asked.told[-1] == "end"
         assert wire.open_channels == 0
@@ -652,7 +656,7 @@ async def test_closing_in_a_callback_is_the_last_thing_that_is_told(moment: str)
             asked.upstream.close()
 
         asked.when[moment] = close
-        wire.send(ASK, asked)
+        wire.send(BODY, asked)
         await wait_all_tasks_blocked()
 
         last = asked.told[-1]
@@ -697,7 +701,7 @@ async def test_leaving_in_a_callback_whose_read_brought_the_end_keeps_the_connec
                 asked.upstream.leave()
 
             asked.when["body"] = leave
-            wire.send(ASK, asked)
+            wire.send(BODY, asked)
             await wait_all_tasks_blocked()
 
             assert asked.told == ["connected", ("head", 200), "body"]
@@ -714,7 +718,7 @@ async def test_leaving_where_garbage_follows_closes_the_connection() -> None:
             asked.upstream.leave()
 
         asked.when["body"] = leave
-        wire.send(ASK, asked)
+        wire.send(BODY, asked)
         await wait_all_tasks_blocked()
 
         assert asked.told == ["connected", ("head", 200), "body"]
@@ -740,7 +744,7 @@ async def test_a_paused_answer_is_held_back_and_loses_nothing() -> None:
             asked.upstream.pause()
 
         asked.when["body"] = pause
-        wire.send(ASK, asked)
+        wire.send(BODY, asked)
         rounds = 0
         while asked.told[-1:] != ["end"]:
             await wait_all_tasks_blocked()
@@ -766,7 +770,7 @@ async def test_a_crash_in_any_callback_is_told_to_the_owner(moment: str) -> None
             raise error
 
         asked.when[moment] = crash
-        wire.send(ASK, asked)
+        wire.send(BODY, asked)
         await wait_all_tasks_blocked()
 
         assert asked.told[-1] == ("crash", error)
@@ -796,35 +800,65 @@ async def test_closing_the_pool_closes_what_is_idle_or_leaving() -> None:
 #### httpx over the pool
 
 
-def client(wire: Wire) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        transport=PoolTransport(lambda url: wire.pool if url.host == "w" else None)
-    )
+def client(wire: Wire, seconds: float | None = None) -> httpx.AsyncClient:
+    transport = LineTransport(lambda _: wire.pool, wire.reactor.refresh)
+    return httpx.AsyncClient(transport=transport, timeout=seconds)
+
+
+def some_worker() -> Worker:
+    return Fleet(Settings()).add(WorkerSpec.of("http://w:1"))
+
+
+async def post(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    content, headers = b"\r\n\r\nhi", {b"k": b"v"}
+    async with ask(http, "POST", some_worker(), path, content=content, headers=headers) as response:
+        await response.aread()
+        return response
 
 
 async def test_httpx_speaks_over_the_pool() -> None:
     script = Script(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")
     async with wired(script) as wire, client(wire) as http:
         for _ in range(2):
-            response = await http.post("http://w/v1/x?a=b", content=b"\r\n\r\nhi")
+            response = await post(http, "/v1/x?a=b")
 
             assert (response.status_code, response.text) == (200, "hello")
         assert script.connections == 1
-        assert script.requests[0].startswith(b"POST /v1/x?a=b HTTP/1.1\r\nHost: w\r\n")
-        assert script.requests[0].endswith(b"Content-Length: 6\r\n\r\n\r\n\r\nhi")
+        sent = script.requests[0].lower()
+        assert sent.startswith(b"post /v1/x?a=b http/1.1\r\nhost: w\r\n")
+        assert sent.count(b"host:") == sent.count(b"content-length:") == 1
+        assert b"k: v\r\n" in sent
+        assert b"content-type: application/json\r\n" in sent
+        assert sent.endswith(b"content-length: 6\r\n\r\n\r\n\r\nhi")
+
+
+async def test_paths_begin_with_the_base_path() -> None:
+    script = Script(CHUNKED + b"0\r\n\r\n")
+    async with wired(script) as wire, client(wire) as http:
+        wire.pool.base_path = b"/llm"
+
+        await post(http, "/health")
+
+        assert script.requests[0].startswith(b"POST /llm/health HTTP/1.1\r\n")
+
+
+async def test_httpx_reaches_nobody_without_a_worker() -> None:
+    async with wired(None) as wire, client(wire) as http:
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await http.get("http://w/")
 
 
 async def test_httpx_does_not_take_a_long_silence_for_a_moment(autojump_clock: MockClock) -> None:
     script = Script(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")
     async with wired(script) as wire, client(wire) as http:
-        await http.post("http://w/", content=b"\r\n\r\nhi")
+        await post(http, "/")
         (idle,) = wire.pool.idle
         await trio.sleep(KEEP_ALIVE_SECONDS / 2)
         # Arrived, and not told to the reactor yet: only a look at the socket finds it.
         assert isinstance(idle.sock, MemorySocket)
         idle.sock.incoming.data += b"out of step"
 
-        await http.post("http://w/", content=b"\r\n\r\nhi")
+        await post(http, "/")
 
         assert script.connections == 2
 
@@ -832,7 +866,7 @@ async def test_httpx_does_not_take_a_long_silence_for_a_moment(autojump_clock: M
 async def test_httpx_has_the_head_before_the_body_and_may_stop_there() -> None:
     script = Script(CHUNKED + b"5\r\nhello\r\n")
     async with wired(script) as wire, client(wire) as http:
-        async with http.stream("POST", "http://w/", content=b"\r\n\r\nhi") as response:
+        async with ask(http, "POST", some_worker(), "/", content=b"\r\n\r\nhi") as response:
             assert response.status_code == 200
         await wait_all_tasks_blocked()
 
@@ -842,9 +876,9 @@ async def test_httpx_has_the_head_before_the_body_and_may_stop_there() -> None:
 
 async def test_httpx_hears_of_every_kind_of_failure(autojump_clock: MockClock) -> None:
     async def fetch(engine: Handler | None, error: type[Exception]) -> None:
-        async with wired(engine) as wire, client(wire) as http:
+        async with wired(engine) as wire, client(wire, seconds=3) as http:
             with pytest.raises(error):
-                await http.post("http://w/", content=b"\r\n\r\nhi", timeout=3)
+                await post(http, "/")
             await wait_all_tasks_blocked()
             assert wire.open_channels == 0
 
@@ -854,17 +888,11 @@ async def test_httpx_hears_of_every_kind_of_failure(autojump_clock: MockClock) -
     await fetch(Script(b""), httpx.ReadTimeout)
 
 
-async def test_httpx_knows_only_workers() -> None:
-    async with wired(None) as wire, client(wire) as http:
-        with pytest.raises(httpx.UnsupportedProtocol):
-            await http.get("http://elsewhere/")
-
-
 async def test_cancelling_httpx_closes_the_connection(autojump_clock: MockClock) -> None:
     script = Script(b"")
     async with wired(script) as wire, client(wire) as http:
         with trio.move_on_after(2):
-            await http.post("http://w/", content=b"\r\n\r\nhi", timeout=None)
+            await post(http, "/")
         await wait_all_tasks_blocked()
 
         assert script.streams[0].incoming.ended
@@ -882,7 +910,7 @@ async def test_httpx_holds_back_an_engine_that_is_not_read() -> None:
         stream.close()
 
     async with wired(engine) as wire, client(wire) as http:
-        async with http.stream("POST", "http://w/", content=b"\r\n\r\nhi") as response:
+        async with ask(http, "POST", some_worker(), "/", content=b"\r\n\r\nhi") as response:
             await wait_all_tasks_blocked()
             assert not sent.is_set()
             assert await response.aread() == body

@@ -15,7 +15,6 @@ from attrs import define, evolve, field
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from router.app import beneath
 from router.config import Settings
 from router.probing import BODY_BYTES_MAX, FIRST_PAUSES_SECS, LEARN_EVERY, probe_forever
 from router.worker import Fleet, ProbeOutcome, Worker
@@ -165,19 +164,6 @@ async def test_the_interval_caps_the_first_pauses(autojump_clock: MockClock) -> 
 
     gaps = bench.engine.times("/health")
     assert max(after - before for before, after in pairwise(gaps)) < 0.71
-
-
-async def test_paths_begin_with_the_base_path(autojump_clock: MockClock) -> None:
-    bench = Bench(url="http://127.0.0.1:9000/llm")
-
-    async with bench.probing():
-        await trio.sleep(0.1)
-
-    assert {path for _, path in bench.engine.asked} == {
-        "/llm/health",
-        "/llm/v1/models",
-        "/llm/version",
-    }
 
 
 #### Falling ill and coming back
@@ -612,19 +598,3 @@ async def test_a_lost_name_fails_the_probe_and_keeps_the_address(
 
 def test_the_first_pauses_only_grow() -> None:
     assert list(FIRST_PAUSES_SECS) == sorted(FIRST_PAUSES_SECS)
-
-
-@pytest.mark.parametrize(
-    ("url", "begins"),
-    [
-        ("http://vllm", "http://vllm/"),
-        ("http://vllm:80/base", "http://vllm/base/"),
-        ("https://vllm:443", "https://vllm/"),
-        ("http://vllm:900", "http://vllm:900/"),
-        ("http://[::1]:8000", "http://[::1]:8000/"),
-    ],
-)
-def test_a_worker_is_found_by_its_url_as_httpx_spells_it(url: str, begins: str) -> None:
-    spec = WorkerSpec.of(url)
-    assert beneath(spec.url) == begins
-    assert str(httpx.URL(spec.url + "/health")).startswith(begins)

@@ -20,6 +20,7 @@ from attrs import define, field
 
 from router.legs import Leg
 from router.waking import Waker
+from router.wires.client import ask
 from router.worker import Worker
 from statemachines import Edge
 from statemachines.leg import LegState
@@ -72,14 +73,14 @@ class Aborts:
             _log.info("abort_failed", worker=worker.id, outcome=outcome)
 
     async def _ask(self, worker: Worker, rid: str, authorization: bytes | None) -> str:
-        headers = {b"content-type": b"application/json"}
-        if authorization is not None:
-            headers[b"authorization"] = authorization
+        headers = {} if authorization is None else {b"authorization": authorization}
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         try:
-            answer = await self.client.post(
-                worker.url + "/abort_request", content=body, headers=headers
+            asking = ask(
+                self.client, "POST", worker, "/abort_request", content=body, headers=headers
             )
+            async with asking as answer:
+                await answer.aread()
         except httpx.TransportError:
             return "error"
         return "ok" if answer.status_code < 400 else "error"

@@ -29,7 +29,7 @@ from router.pd.prefill import Counter, Prefill
 from router.pd.shaping import Reading, shape_decode
 from router.pd.verdict import Handoff, Verdict
 from router.ticket import Failure
-from router.wires.http import Pool
+from router.wires.line import Line
 from router.worker import Worker
 from statemachines.leg import LegState, told_by_prefill
 from statemachines.request import RequestState
@@ -54,8 +54,8 @@ class Surroundings(Protocol):
     is_keyed: bool
     recomputes: bool
 
-    def pool(self, worker: Worker) -> Pool:
-        """The connections to a worker."""
+    def line(self, worker: Worker) -> Line:
+        """The way to a worker."""
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
@@ -312,22 +312,16 @@ class PairAttempt:
         self._send(leg, body, self.orders.decode_rank)
 
     def _send(self, leg: Leg, body: bytes, rank: int | None) -> None:
-        pool, exchange = self.around.pool(leg.worker), self.exchange
+        exchange = self.exchange
         headers: Headers = [each for each in exchange.call.headers if each[0] != _RANK_HEADER]
         if rank is not None:
             headers.append((_RANK_HEADER, b"%d" % rank))
-        lines = (
-            b"POST %b%b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
-        )
-        head = lines % (
-            pool.base_path,
-            self.orders.target,
-            pool.authority,
+        lines = b"%bx-request-id: %b\r\n" % (
             to_worker(headers, identity=True, is_keyed=self.around.is_keyed),
             self._engine_id().encode(),
-            len(body),
         )
-        leg.attach(pool.send(head + body, leg))
+        line = self.around.line(leg.worker)
+        leg.attach(line.send(b"POST", self.orders.target, lines, body, leg))
 
     def _engine_id(self) -> str:
         """vLLM takes the header as its name; a lease keeps the last attempt's name alive."""

@@ -35,7 +35,7 @@ from router.pd.shaping import (
     without_handoff,
 )
 from router.ticket import Failure, Ticket
-from router.wires.http import Pool
+from router.wires.line import Line
 from router.worker import Fleet, Worker
 
 #: Routes that generate; whatever else is asked needs one worker only.
@@ -47,8 +47,8 @@ PREFILL_SECONDS = 1800.0
 class House(Protocol):
     """What pairs need to know of the process they live in."""
 
-    def pool(self, worker: Worker) -> Pool:
-        """The connections to a worker."""
+    def line(self, worker: Worker) -> Line:
+        """The way to a worker."""
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
@@ -94,9 +94,9 @@ class Pairs:
             make_decode_chooser=lambda: make_chooser(decode_policy, luck),
         )
 
-    def pool(self, worker: Worker) -> Pool:
-        """The connections to a worker."""
-        return self.house.pool(worker)
+    def line(self, worker: Worker) -> Line:
+        """The way to a worker."""
+        return self.house.line(worker)
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""

@@ -1,24 +1,29 @@
-"""An httpx transport over the router's own pools, for everything that is not hot.
+"""An httpx transport over the lines to the workers, for everything that is not hot.
 
-Probes, model lists and the tests speak httpx; their bytes travel through the same connections and
-the same reactor as inference traffic, so that what a probe says of a worker is true of the path
+Probes, model lists and aborts speak httpx; their bytes travel through the same wires and the same
+reactor as inference traffic, so that what a probe says of a worker is true of the path
 that requests take. Stock httpx would also work, but its pool slows down with every connection.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 
 import httpx
 import trio
 
 from router.headers import Headers
 from router.waking import Waker
-from router.wires.http import Pool, Upstream
+from router.wires.line import Line, Sent
+from router.worker import Worker
 
 #: Unread bytes of an answer beyond which its worker is not read any further.
 UNREAD_BYTES_HIGH = 256 * 1024
+#: Where a request's extensions name its worker.
+WORKER = "worker"
 
 
 class _Inbox(httpx.AsyncByteStream):
@@ -26,7 +31,7 @@ class _Inbox(httpx.AsyncByteStream):
 
     def __init__(self, request: httpx.Request) -> None:
         self.request = request
-        self.upstream: Upstream | None = None
+        self.upstream: Sent | None = None
         self.status = 0
         self.headers: Headers = []
         self._pieces: deque[bytes] = deque()
@@ -98,21 +103,49 @@ class _Inbox(httpx.AsyncByteStream):
             raise httpx.ReadTimeout("no answer in time", request=self.request)
 
 
-class PoolTransport(httpx.AsyncBaseTransport):
-    """Sends over the pool of the worker that a URL belongs to."""
+def ask(
+    client: httpx.AsyncClient,
+    method: str,
+    worker: Worker,
+    path: str,
+    *,
+    content: bytes | None = None,
+    headers: Mapping[bytes, bytes] = MappingProxyType({}),
+) -> AbstractAsyncContextManager[httpx.Response]:
+    """A request to one worker, through a client over `LineTransport`; raises its errors.
 
-    def __init__(self, pool_of: Callable[[httpx.URL], Pool | None]) -> None:
-        self._pool_of = pool_of
+    `path` is below the worker's base path. The answer is read by whoever enters the context.
+    """
+    headers = {b"accept-encoding": b"identity", **headers}
+    if content is not None:
+        headers[b"content-type"] = b"application/json"
+    return client.stream(
+        method,
+        f"http://worker{path}",
+        headers=headers,
+        content=content,
+        extensions={WORKER: worker},
+    )
+
+
+class LineTransport(httpx.AsyncBaseTransport):
+    """Sends over the line to the worker that is named in a request's extensions."""
+
+    def __init__(self, line_of: Callable[[Worker], Line], refresh: Callable[[], None]) -> None:
+        self._line_of = line_of
+        self._refresh = refresh
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send; returns once the head is there. Cancelling closes the connection."""
-        pool = self._pool_of(request.url)
-        if pool is None:
+        worker = request.extensions.get(WORKER)
+        if not isinstance(worker, Worker):
             raise httpx.UnsupportedProtocol("no such worker", request=request)
         body = await request.aread()
         inbox = _Inbox(request)
-        pool.reactor.refresh()  # a probe may be the first thing that happens in a minute
-        inbox.upstream = pool.send(_bytes_of(request, body), inbox)
+        self._refresh()  # a probe may be the first thing that happens in a minute
+        inbox.upstream = self._line_of(worker).send(
+            request.method.encode(), request.url.raw_path, _lines_of(request), body, inbox
+        )
         try:
             await inbox.wait_head()
         except BaseException:
@@ -121,9 +154,9 @@ class PoolTransport(httpx.AsyncBaseTransport):
         return httpx.Response(inbox.status, headers=inbox.headers, stream=inbox)
 
 
-def _bytes_of(request: httpx.Request, body: bytes) -> bytes:
-    lines = [b"%b: %b\r\n" % (name, value) for name, value in request.headers.raw]
-    if body and "content-length" not in request.headers:
-        lines.append(b"content-length: %d\r\n" % len(body))
-    head = b"%b %b HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
-    return head + b"".join(lines) + b"\r\n" + body
+def _lines_of(request: httpx.Request) -> bytes:
+    return b"".join(
+        b"%b: %b\r\n" % pair
+        for pair in request.headers.raw
+        if pair[0].lower() not in (b"host", b"content-length")
+    )

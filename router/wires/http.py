@@ -14,7 +14,6 @@ sglang #20851).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import httptools
 from attrs import define, field
@@ -22,6 +21,7 @@ from attrs import define, field
 from router.headers import Headers
 from router.reactor import Channel, Rank, Reactor
 from router.sockets import Address, Socket, TlsTarget
+from router.wires.line import Answered
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
@@ -31,29 +31,6 @@ _SIZES = {b"%x" % size: size for size in range(1, 4096)}
 HEAD_BYTES_MAX = 256 * 1024
 #: After `[DONE]`, how long the end of the body may take before the connection is given up.
 LINGER_SECONDS = 1.0
-
-
-class Answered(Protocol):
-    """Who is told what comes back. Callbacks are synchronous; none follows an end or a break."""
-
-    def on_connected(self) -> None:
-        """The request is on its way."""
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        """Status and headers (names in lower case)."""
-
-    @property
-    def on_body(self) -> Callable[[bytes], None]:
-        """Takes all the body that one read brought; looked up anew each time."""
-
-    def on_end(self) -> None:
-        """The answer is complete by its own framing."""
-
-    def on_broken(self, detail: str, *, connecting: bool) -> None:
-        """No answer, or no more of it; `detail` is for the log."""
-
-    def on_crash(self, error: Exception) -> None:
-        """A callback raised: a bug of ours, for the owner's task."""
 
 
 class Upstream:
@@ -399,11 +376,19 @@ class Pool:
     leaving: set[WorkerChannel] = field(factory=set)
     _turn: int = 0
 
-    def send(self, request: bytes, answered: Answered) -> Upstream:
-        """Send on an idle or a new connection; failures come by `on_broken`, never as exceptions.
-
-        `on_connected` and `on_broken` may be called before this returns.
-        """
+    def send(
+        self, method: bytes, target: bytes, lines: bytes, body: bytes, answered: Answered
+    ) -> Upstream:
+        """Send on an idle or a new connection; see `Line.send`."""
+        request = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+            method,
+            self.base_path,
+            target,
+            self.authority,
+            lines,
+            len(body),
+            body,
+        )
         upstream = Upstream(self, request, answered)
         channel = self._take_idle()
         if channel is None:

@@ -1,0 +1,73 @@
+"""What leads to one worker, whichever wire it is: one request out, callbacks back.
+
+The legs above it (deadlines, judging, moving, accounting) do not know the wire. A wire tells what
+happens to a request by `Answered`: a head, pieces of body, then an end or a break, and nothing
+after that. Failures come by `on_broken`, never as exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from router.headers import Headers
+
+
+class Answered(Protocol):
+    """Who is told what comes back. Callbacks are synchronous; none follows an end or a break."""
+
+    def on_connected(self) -> None:
+        """The request is on its way."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Status and headers (names in lower case)."""
+
+    @property
+    def on_body(self) -> Callable[[bytes], None]:
+        """Takes all the body that one read brought; looked up anew each time."""
+
+    def on_end(self) -> None:
+        """The answer is complete by its own framing."""
+
+    def on_broken(self, detail: str, *, connecting: bool) -> None:
+        """No answer, or no more of it; `detail` is for the log."""
+
+    def on_crash(self, error: Exception) -> None:
+        """A callback raised: a bug of ours, for the owner's task."""
+
+
+class Sent(Protocol):
+    """One request on its way to a worker: the handle of whoever sent it."""
+
+    def pause(self) -> None:
+        """Tell nothing more of the answer until `resume`."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def close(self) -> None:
+        """Nobody wants the rest, and the engine is to be freed. Idempotent; tells nothing."""
+
+    def leave(self) -> None:
+        """The answer is known to be over, though its end may still be on its way."""
+
+
+class Line(Protocol):
+    """The way to one worker."""
+
+    def send(
+        self,
+        method: bytes,
+        target: bytes,
+        lines: bytes,
+        body: bytes,
+        answered: Answered,
+    ) -> Sent:
+        """Send a request; `on_connected` and `on_broken` may be called before this returns.
+
+        `target` is the path (with its query) below the worker's base path, `lines` are headers as
+        bytes, each ended by CRLF, without Host and Content-Length.
+        """
+
+    def close(self) -> None:
+        """Nothing new will be sent; what runs belongs to its request."""
