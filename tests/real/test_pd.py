@@ -29,8 +29,11 @@ pytestmark = pytest.mark.real
 TOO_LONG = "word " * 1200
 LONG_TOKENS = 600
 FAST_SECONDS = 1.0
-KILLED_SECONDS = 5.0
-"""A process that is killed frees gigabytes before its sockets close; the rest is Baton's."""
+KILLED_SECONDS = 20.0
+"""Mostly the kernel's: while the threads of a killed vLLM are taken down (2 to 25 s were seen, the
+process is a zombie already), its sockets stay established, and connections to it are accepted and
+never answered. Then it is found by its silence: `--suspect-idle-secs` and three lost probes."""
+QUICK_PROBES = "--health-check-timeout-secs 1 --health-check-interval-secs 1"
 BODIES: dict[str, tuple[str, Object]] = {
     "chat": (CHAT, chat("What is a relay?", max_tokens=40)),
     "chat of one token": (CHAT, chat("hi", max_tokens=1)),
@@ -229,7 +232,7 @@ def test_prefill_killed_after_the_first_token(
 
 def test_decode_killed_in_mid_stream(pair: Pair, kind: str, report: Report) -> None:
     path, body = BODIES["long text"]
-    with pair.routed() as port:
+    with pair.routed(QUICK_PROBES) as port:
         with asked(port, "POST", path, json.dumps({**body, "stream": True}).encode()) as response:
             before = response.read1(65536)
             with ThreadPoolExecutor(1) as clients:
@@ -243,7 +246,8 @@ def test_decode_killed_in_mid_stream(pair: Pair, kind: str, report: Report) -> N
     answer = Answer(rest.status, rest.headers, before + rest.body, rest.whole)
     assert not answer.whole
     assert b"[DONE]" not in answer.events()
-    assert json.loads(answer.events()[-1])["error"]["code"] == "upstream_broken"
+    # vLLM's front end may outlive its core by a moment and say so itself.
+    assert error_of(answer.events()[-1])
     assert took < KILLED_SECONDS
     assert unready
     report.add(kind, "decode killed in mid-stream", "error event, cut", took)
@@ -255,7 +259,7 @@ def test_decode_killed_before_the_first_token(
 ) -> None:
     # Whichever half computes the first token is stopped, so that there is none.
     body = completion("def main(", max_tokens=20, stream=stream)
-    with pair.routed() as port, ThreadPoolExecutor(1) as clients:
+    with pair.routed(QUICK_PROBES) as port, ThreadPoolExecutor(1) as clients:
         stopped = pair.prefill if kind == "sglang" else pair.decode
         stopped.engine.signal_core(signal.SIGSTOP)
         asking = clients.submit(_timed, port, body)
