@@ -51,21 +51,27 @@ class Knowledge:
     context_length: int | None = None  # the shortest of the models', prompt and output together
     version: str | None = None
     role: str | None = None  # "prefill" or "decode" where the engine was started as one
+    bootstrap_port: int | None = None  # where decodes find an SGLang prefill
 
 
-def next_question(answers: Mapping[str, Answer], configured: str = "auto") -> str | None:
-    """The path to ask next, or None when the answers so far will do."""
+def next_question(
+    answers: Mapping[str, Answer], configured: str = "auto", *, wants_port: bool = False
+) -> str | None:
+    """The path to ask next, or None when the answers so far will do.
+
+    `wants_port`: the bootstrap port is to be learned, which only SGLang's /server_info tells.
+    """
     if MODELS not in answers:
         return MODELS
     engine = configured if configured != "auto" else _owner(answers[MODELS])
     if engine == "vllm":
         return _first_missing((VERSION,), answers)
     if engine == "sglang":
-        return _sglang_question(answers)
+        return _sglang_question(answers, wants_port)
     if engine == "openai":
         return None
     return _first_missing((VERSION,), answers) or (
-        None if _says_vllm(answers) else _sglang_question(answers)
+        None if _says_vllm(answers) else _sglang_question(answers, wants_port)
     )
 
 
@@ -80,6 +86,7 @@ def recognise(answers: Mapping[str, Answer], configured: str = "auto") -> Knowle
         context_length=min((n for card in models if (n := card.context_length)), default=None),
         version=version or next((page.version for page in pages if page.version), None),
         role=next((page.role for page in pages if page.role), None),
+        bootstrap_port=next((page.port for page in pages if page.port), None),
     )
 
 
@@ -99,6 +106,7 @@ class _Page:
 
     version: str | None
     role: str | None
+    port: int | None
 
 
 def _engine(answers: Mapping[str, Answer], configured: str) -> Engine:
@@ -129,8 +137,9 @@ def _says_vllm(answers: Mapping[str, Answer]) -> bool:
     return set(_object(answers.get(VERSION))) == {"version"} and _version(answers) is not None
 
 
-def _sglang_question(answers: Mapping[str, Answer]) -> str | None:
-    if any(_sglang_page(answers.get(path)) is not None for path in SGLANG_PAGES):
+def _sglang_question(answers: Mapping[str, Answer], wants_port: bool) -> str | None:
+    pages = [page for path in SGLANG_PAGES if (page := _sglang_page(answers.get(path)))]
+    if pages and (not wants_port or any(page.port for page in pages)):
         return None
     return _first_missing(SGLANG_PAGES, answers)
 
@@ -147,10 +156,11 @@ def _sglang_page(answer: Answer | None) -> _Page | None:
     page = _object(answer)
     if "model_path" not in page or "tokenizer_path" not in page:
         return None
-    mode = page.get("disaggregation_mode")
+    mode, port = page.get("disaggregation_mode"), page.get("disaggregation_bootstrap_port")
     return _Page(
         version=_text(page.get("version")),
         role=mode if mode == "prefill" or mode == "decode" else None,
+        port=port if type(port) is int and 0 < port < 65536 and mode == "prefill" else None,
     )
 
 

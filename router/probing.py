@@ -168,8 +168,9 @@ class ProbeLoop:
 
     async def _learn(self) -> Probe:
         answers: dict[str, Answer] = {}
-        configured = self.worker.configured_engine
-        while (path := next_question(answers, configured)) is not None:
+        worker, configured = self.worker, self.worker.configured_engine
+        wants_port = worker.role == "prefill" and not worker.has_own_port
+        while (path := next_question(answers, configured, wants_port=wants_port)) is not None:
             answer = answers[path] = await self._get(path)
             if path == MODELS and not answer.is_definite:
                 return _met(ProbeOutcome.BAD_STATUS, f"{path} answered {answer.status}")

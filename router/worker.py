@@ -99,8 +99,12 @@ class Worker:
     on_probe_wanted: Callable[[], None] | None = None  # set by the probe loop while it runs
     on_learned: Callable[[], None] | None = None  # set by the fleet
 
+    #: The bootstrap port was configured, and is not to be learned.
+    has_own_port: bool = field(init=False)
+
     def __attrs_post_init__(self) -> None:
         self.engine = self.configured_engine
+        self.has_own_port = self.bootstrap_port is not None
 
     def __repr__(self) -> str:
         return f"<Worker {self.id}: {self.state.value}>"
@@ -152,7 +156,9 @@ class Worker:
             WORKER.fire(self, "probe_passed" if probe.passed else "probe_failed")
 
     def learn(self, knowledge: Knowledge) -> None:
-        """Take in what the engine says of itself; a configured engine name stays."""
+        """Take in what the engine says of itself; what was configured stays."""
+        if not self.has_own_port:
+            self.bootstrap_port = knowledge.bootstrap_port
         if self.configured_engine == "auto":
             self.engine = knowledge.engine
         self.knowledge = knowledge

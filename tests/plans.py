@@ -29,6 +29,8 @@ class Engine:
     seed: int = 0
     #: More options of the worker, as they may follow its URL.
     options: str = ""
+    #: A prefill worker's bootstrap port is said to the router.
+    names_port: bool = True
     #: A line that all its answers carry besides.
     header: str = ""
     #: A timetable instead of a pace and of faults; see tests/scripted.py.

@@ -167,7 +167,8 @@ def _settings(plan: Plan) -> Settings:
 
 def _spec(number: int, engine: Engine) -> WorkerSpec:
     options = f",{engine.options}" if engine.options else ""
-    if engine.role == "prefill" and engine.kind == "sglang" and "bootstrap_port" not in options:
+    is_met = engine.role == "prefill" and engine.kind == "sglang" and engine.names_port
+    if is_met and "bootstrap_port" not in options:
         options += f",bootstrap_port={KV_PORT + number}"
     text = f"http://{HOST}:{9000 + number},id={worker_id(number)}{options}"
     return WorkerSpec.parse(text, role=engine.role)

@@ -82,10 +82,12 @@ LLAMA_CPP = {
 }
 
 
-def interview(world: Mapping[str, Answer], configured: str = "auto") -> tuple[Knowledge, list[str]]:
+def interview(
+    world: Mapping[str, Answer], configured: str = "auto", *, wants_port: bool = False
+) -> tuple[Knowledge, list[str]]:
     """Ask as the probe loop does; what the server has no answer for is a 404."""
     answers: dict[str, Answer] = {}
-    while (path := next_question(answers, configured)) is not None:
+    while (path := next_question(answers, configured, wants_port=wants_port)) is not None:
         assert path not in answers
         answers[path] = world.get(path, NOT_FOUND)
     return recognise(answers, configured), list(answers)
@@ -118,6 +120,37 @@ def test_sglang_tells_its_role(role: str) -> None:
     knowledge, _ = interview({**SGLANG, "/model_info": ok(page)})
 
     assert knowledge.role == role
+
+
+@pytest.mark.parametrize("configured", ["auto", "sglang"])
+@pytest.mark.parametrize(
+    ("mode", "told", "port"),
+    [
+        ("prefill", 9111, 9111),
+        ("prefill", None, None),
+        ("prefill", 0, None),
+        ("prefill", 65536, None),
+        ("prefill", "9111", None),
+        ("prefill", True, None),
+        ("decode", 9111, None),  # it has the setting, too, and nobody listens there
+        ("null", 9111, None),
+    ],
+)
+def test_sglang_tells_the_port_of_its_bootstrap(
+    configured: str, mode: str, told: object, port: int | None
+) -> None:
+    page = {"model_path": "m", "tokenizer_path": "m", "disaggregation_mode": mode}
+    info = ok({**page, "disaggregation_bootstrap_port": told})
+
+    knowledge, asked = interview({**SGLANG, "/server_info": info}, configured, wants_port=True)
+
+    assert knowledge.bootstrap_port == port
+    assert "/server_info" in asked
+
+
+def test_a_port_is_sought_of_sglang_alone() -> None:
+    assert interview(VLLM, wants_port=True) == interview(VLLM)
+    assert interview(LLAMA_CPP, wants_port=True) == interview(LLAMA_CPP)
 
 
 @pytest.mark.parametrize("path", SGLANG_PAGES)

@@ -18,7 +18,7 @@ from router.pd.verdict import reading_of
 from tests.outcome import Outcome
 from tests.pairs import DONE, Half, Pairs, Result, error_body, play, run
 from tests.plans import Client, Engine, Plan
-from tests.simulate import simulate
+from tests.simulate import KV_PORT, simulate
 
 STREAMED = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 #: Halves that are well: prefill computes for a second, decode takes a tenth of one for a token.
@@ -485,6 +485,16 @@ def test_22_a_prefill_without_a_group_of_its_own_is_never_asked() -> None:
     rooms = [[body["bootstrap_room"] for body in each.bodies] for each in result.prefills]
     assert rooms[0] == [body["bootstrap_room"] for body in result.decodes[0].bodies]
     assert rooms[2] == [body["bootstrap_room"] for body in result.decodes[1].bodies]
+
+
+@pytest.mark.parametrize("given", ["", "bootstrap_port=7777"])
+def test_22_a_port_that_was_not_named_is_the_engines_own(given: str) -> None:
+    prefill = Engine(kind="sglang", role="prefill", options=given, names_port=False)
+
+    outcome = simulate(Plan(engines=(prefill, DECODE)))
+
+    (body,) = outcome.asked(0)
+    assert body["bootstrap_port"] == (7777 if given else KV_PORT)
 
 
 def test_22_a_pair_is_ready_when_both_halves_are() -> None:
