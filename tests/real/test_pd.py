@@ -7,6 +7,7 @@ prefill that never comes. The times are printed, beside the engines' own.
 
 import http.client
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ def test_prefill_killed_after_the_first_token(
     path, body = BODIES["long text"]
     with pair.routed() as port:
         with asked(port, "POST", path, json.dumps({**body, "stream": True}).encode()) as response:
-            before = response.read1(65536)
+            before = _read_content(response)
             pair.prefill.engine.kill()
             rest = read(response)
 
@@ -234,7 +235,7 @@ def test_decode_killed_in_mid_stream(pair: Pair, kind: str, report: Report) -> N
     path, body = BODIES["long text"]
     with pair.routed(QUICK_PROBES) as port:
         with asked(port, "POST", path, json.dumps({**body, "stream": True}).encode()) as response:
-            before = response.read1(65536)
+            before = _read_content(response)
             with ThreadPoolExecutor(1) as clients:
                 reading = clients.submit(_timed_rest, response)
                 killed = time.perf_counter()
@@ -295,6 +296,16 @@ def _timed(port: int, body: Object) -> tuple[Answer, float]:
     """An answer, and when all of it was there."""
     answer = post(port, TEXT, body)
     return answer, time.perf_counter()
+
+
+def _read_content(response: http.client.HTTPResponse) -> bytes:
+    """Up to the first token. Before it vLLM's stream has begun, and decode may still be fetching."""
+    read = b""
+    while not re.search(rb'"text":\s*"[^"]', read):
+        part = response.read1(65536)
+        assert part
+        read += part
+    return read
 
 
 def _timed_rest(response: http.client.HTTPResponse) -> tuple[Answer, float]:
