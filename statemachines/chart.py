@@ -149,6 +149,8 @@ class Chart:
     open: tuple[Enum, ...] = field(init=False, repr=False)
     machine: transitions.Machine = field(init=False, repr=False)
     _table: dict[Enum, dict[str, tuple[Edge, ...]]] = field(init=False, repr=False)
+    #: The rows of pairs that have one row only, which is never guarded.
+    _sole: dict[Enum, dict[str, Edge]] = field(init=False, repr=False)
     _taken: dict[tuple[Enum, str, Enum], Edge] = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -161,6 +163,7 @@ class Chart:
         fill(self, "machine", _interpreter(self))
         fill(self, "_taken", {(e.source, e.fact, e.target): e for e in self.edges})
         fill(self, "_table", _compile(self))
+        fill(self, "_sole", {state: _sole(rows) for state, rows in self._table.items()})
 
     def fire(self, subject: Subject, fact: str) -> Edge:
         """Move `subject` as the table says, tell its listeners, return the edge that was taken.
@@ -176,14 +179,9 @@ class Chart:
         else:
             # Written out here: it runs ten times a request, and a call costs half as much again.
             try:
-                rows = self._table[subject.state][fact]
+                edge = self._sole[subject.state][fact]
             except KeyError:
-                raise IllegalTransition(self.name, subject, fact) from None
-            edge = rows[0]
-            if edge.guard is not None:
-                for edge in rows:  # the last row of a pair is never guarded
-                    if edge.guard is None or getattr(subject, edge.guard) is True:
-                        break
+                edge = self._choose(subject, fact)
             subject.state = edge.target  # type: ignore[misc]  # read-only to all but the chart
         for listen in subject.listeners:
             listen(subject, edge)
@@ -192,6 +190,13 @@ class Chart:
     def legal(self, state: Enum, fact: str) -> tuple[Edge, ...]:
         """The rows for this pair in the order they are tried; none means that it is illegal."""
         return self._table.get(state, {}).get(fact, ())
+
+    def _choose(self, subject: Subject, fact: str) -> Edge:
+        """The first row whose guard holds; the last row of a pair has none."""
+        for edge in self._table.get(subject.state, {}).get(fact, ()):
+            if edge.guard is None or getattr(subject, edge.guard) is True:
+                return edge
+        raise IllegalTransition(self.name, subject, fact) from None
 
     def _triggered(self, subject: Subject, fact: str) -> Edge:
         source = subject.state
@@ -237,6 +242,10 @@ def _interpreter(chart: Chart) -> transitions.Machine:
             for e in chart.edges
         ],
     )
+
+
+def _sole(rows: Mapping[str, tuple[Edge, ...]]) -> dict[str, Edge]:
+    return {fact: found[0] for fact, found in rows.items() if len(found) == 1}
 
 
 def _compile(chart: Chart) -> dict[Enum, dict[str, tuple[Edge, ...]]]:

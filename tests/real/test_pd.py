@@ -299,7 +299,7 @@ def _timed(port: int, body: Object) -> tuple[Answer, float]:
 
 
 def _read_content(response: http.client.HTTPResponse) -> bytes:
-    """Up to the first token. Before it vLLM's stream has begun, and decode may still be fetching."""
+    """Up to the first token; vLLM begins its stream while decode is still fetching."""
     read = b""
     while not re.search(rb'"text":\s*"[^"]', read):
         part = response.read1(65536)
