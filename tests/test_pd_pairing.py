@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Literal
 
 import pytest
 
@@ -27,14 +28,21 @@ def pairing_of(fleet: Fleet, protocol: str = "auto", policy: str = "round_robin"
 
 
 def join(
-    fleet: Fleet, name: str, *, group: str | None = None, engine: str = "sglang", model: str = "m"
+    fleet: Fleet,
+    name: str,
+    *,
+    group: str | None = None,
+    engine: str = "sglang",
+    model: str = "m",
+    bootstrap_port: int | None = 8998,
 ) -> Worker:
     """A ready worker; its role is the first letter of its name."""
     role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
     port = 1 + len(fleet.all())
     spec = WorkerSpec.of(f"http://h:{port}", id=name, role=role, group=group, engine=engine)
     worker = fleet.add(spec)
-    worker.learn(Knowledge("sglang" if engine == "sglang" else "vllm", (model,)))
+    kind: Literal["sglang", "vllm"] = "sglang" if engine == "sglang" else "vllm"
+    worker.learn(Knowledge(kind, (model,), bootstrap_port=bootstrap_port))
     worker.probed(Probe(ProbeOutcome.PASSED, 0.0))
     return worker
 
@@ -115,6 +123,23 @@ def test_each_missing_half_has_its_own_word(present: tuple[str, ...], expected: 
 
     assert not pairing.is_complete()
     assert code(pairing.choose("m", 0.0)) == expected
+
+
+@pytest.mark.parametrize("protocol", ["auto", "sglang-bootstrap", "vllm-nixl"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prefill_that_decodes_ask_for_kv_must_be_found(
+    protocol: str, engine: str, known: bool
+) -> None:
+    fleet = Fleet(Settings())
+    join(fleet, "p1", engine=engine, bootstrap_port=8998 if known else None)
+    join(fleet, "d1", engine=engine)
+    pairing = pairing_of(fleet, protocol)
+
+    needs = protocol == "sglang-bootstrap" or (protocol, engine) == ("auto", "sglang")
+    assert pairing.is_complete("m") is (known or not needs)
+    if needs and not known:
+        assert code(pairing.choose("m", 0.0)) == "no_prefill_workers"
 
 
 def test_engines_of_two_protocols_are_no_pair_by_themselves() -> None:

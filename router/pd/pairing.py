@@ -77,6 +77,9 @@ class Pairing:
         """Which half of a pair is not there."""
         if not self.fleet.ready("prefill", model):
             return Refusal("no_prefill_workers", "No prefill worker is ready.", retry_after=1)
+        if not any(self._can_be_met(worker) for worker in self.fleet.ready("prefill", model)):
+            message = "The bootstrap port of no prefill worker is known."
+            return Refusal("no_prefill_workers", message, retry_after=1)
         if not self.fleet.ready("decode", model):
             return Refusal("no_decode_workers", "No decode worker is ready.", retry_after=1)
         message = "No prefill worker has a decode worker of its group that is ready."
@@ -116,6 +119,10 @@ class Pairing:
         message = "Every pair has a worker that has just failed too often."
         return Refusal("breaker_open", message, retry_after=1)
 
+    def _can_be_met(self, prefill: Worker) -> bool:
+        """Decodes know where to find it; SGLang 0.5.23 waits 300 s where they are not told."""
+        return self.protocol_of(prefill) == NIXL or prefill.bootstrap_port is not None
+
     def _kind(self, worker: Worker) -> Kind:
         return worker.group, self.protocol_of(worker)
 
@@ -140,5 +147,9 @@ class Pairing:
         for worker in ready[1]:
             kind = self._kind(worker)
             decodes[kind] = (*decodes.get(kind, ()), worker)
-        prefills = tuple(worker for worker in ready[0] if self._kind(worker) in decodes)
+        prefills = tuple(
+            worker
+            for worker in ready[0]
+            if self._can_be_met(worker) and self._kind(worker) in decodes
+        )
         return _Halves(ready, prefills, decodes)

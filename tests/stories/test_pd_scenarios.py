@@ -144,9 +144,8 @@ def test_2_every_prefill_has_a_port_of_its_own() -> None:
         Pairs(prefills=prefills, decodes=(Half("head@0,token@0,done@0"),), clients=clients)
     )
 
-    for prefill, port in zip(result.prefills, (11111, 22222, None), strict=True):
-        assert [body["bootstrap_port"] for body in prefill.bodies] == [port] * 2
-        assert all("bootstrap_port" in body for body in prefill.bodies)
+    for prefill, port, times in zip(result.prefills, (11111, 22222, None), (3, 3, 0), strict=True):
+        assert [body["bootstrap_port"] for body in prefill.bodies] == [port] * times
     rooms = [body["bootstrap_room"] for each in result.prefills for body in each.bodies]
     assert sorted(map(str, rooms)) == sorted(
         str(body["bootstrap_room"]) for body in result.d.bodies
@@ -485,6 +484,23 @@ def test_22_a_prefill_without_a_group_of_its_own_is_never_asked() -> None:
     rooms = [[body["bootstrap_room"] for body in each.bodies] for each in result.prefills]
     assert rooms[0] == [body["bootstrap_room"] for body in result.decodes[0].bodies]
     assert rooms[2] == [body["bootstrap_room"] for body in result.decodes[1].bodies]
+
+
+def test_22_a_prefill_that_nobody_can_meet_is_no_half() -> None:
+    ready = Client(method="GET", path="/readyz", stream=False)
+
+    result = play(
+        Pairs(
+            prefills=(Half(DONE, port=None),),
+            decodes=(Half("head@0,token@0,done@0"),),
+            clients=(ready, Client(at=1.0)),
+        )
+    )
+
+    assert [got.status for got in result.got] == [503, 503]
+    assert {got.code for got in result.got} == {"no_prefill_workers"}
+    assert b"bootstrap port" in result.got[1].body
+    assert (result.p.bodies, result.d.bodies) == ([], [])
 
 
 @pytest.mark.parametrize("given", ["", "bootstrap_port=7777"])
