@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from router.reactor import Reactor
 
 _ENDING = HANGUP | ERROR
-_TO_READ = READABLE | _ENDING
+#: Events after which there is something to read.
+TO_READ = READABLE | _ENDING
 #: Bytes asked of one recv; a shorter answer means the socket is drained.
 RECV_BYTES = 65536
 
@@ -39,7 +40,10 @@ class Channel:
         "_broken",
         "_connecting",
         "_ended",
+        "_fetched",
         "_hung_up",
+        "_kept",
+        "_later",
         "_out",
         "_readable",
         "armed_at",
@@ -67,6 +71,12 @@ class Channel:
         self.backlog_bytes = 0
         self.armed_at: float | None = None
         self._out: list[bytes] = []
+        #: What was said during this batch; never beside a backlog.
+        self._later: list[bytes] = []
+        #: What `fetch` has met, until it is made something of: bytes, or why there are none.
+        self._fetched: bytes | OSError | None = None
+        #: A pause came between; more may have arrived behind it, whose edge was taken for its own.
+        self._kept = False
         self._readable = False
         self._hung_up = False
         #: What a write has met. The kernel tells it once, and reads then find a plain end.
@@ -95,6 +105,9 @@ class Channel:
     def hung_up_while_paused(self) -> None:
         """The peer closed its side, and unread bytes may still lie before that end."""
 
+    def backlogged(self) -> None:
+        """The kernel did not take all of what was said; the rest is the backlog."""
+
     def progressed(self) -> None:
         """The kernel took some of the backlog, not all."""
 
@@ -119,23 +132,31 @@ class Channel:
     # What the owner says
 
     def send(self, data: bytes) -> None:
-        """Write what the kernel takes now and keep the rest; `lost` reports errors, later."""
+        """Write at the end of the batch, or now outside of one; `lost` reports errors, later.
+
+        What the kernel does not take then is the backlog.
+        """
         if self._broken is not None:
             return
         if self._out or self._connecting:
             self._out.append(data)
             self.backlog_bytes += len(data)
-            return
-        try:
-            sent = self.sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            self._fail_write(error)
-            return
-        if sent != len(data):
-            self._out.append(data[sent:])
-            self.backlog_bytes = len(data) - sent
+        elif (unwritten := self.reactor.unwritten) is None:
+            self._write(data)
+        else:
+            if not self._later:
+                unwritten.append(self)
+            self._later.append(data)
+
+    @property
+    def has_news(self) -> bool:
+        """Something was read of it that nothing has been made of yet."""
+        return self._fetched is not None
+
+    @property
+    def owes(self) -> bool:
+        """Something that was said is not with the kernel yet."""
+        return bool(self.backlog_bytes or self._later)
 
     def pause(self) -> None:
         """Read nothing until `resume`; the peer is held back by TCP."""
@@ -149,7 +170,7 @@ class Channel:
                 self.reactor.look_again(self)
 
     def close(self) -> None:
-        """Close at once; the backlog is dropped. Idempotent."""
+        """Close at once; what is not written yet is dropped. Idempotent."""
         if self.is_open:
             self.is_open = False
             try:
@@ -176,36 +197,51 @@ class Channel:
 
     # What the reactor calls
 
+    def fetch(self) -> None:
+        """Ask the kernel what has arrived; `ready` or `read` will make something of it."""
+        if self._fetched is None and not (self.paused or self._connecting):
+            try:
+                self._fetched = self.sock.recv(RECV_BYTES)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._fetched = error
+
+    def write_out(self) -> None:
+        """Write what was said during the batch."""
+        later, self._later = self._later, []
+        if later and self.is_open:
+            self._write(later[0] if len(later) == 1 else b"".join(later))
+            if self.closing and not self._out and self._broken is None:
+                self.flushed_last()
+
     def ready(self, events: int) -> None:
         """Handle readiness; only the reactor calls this."""
         if self._connecting and not self._finish_connecting():
             return
         if events & WRITABLE and (self._out or self.sock.has_unsent):
             self._flush()
-        if not self.is_open or not events & _TO_READ:
+        if not self.is_open or not events & TO_READ:
             return
         self._readable = True
         if events & _ENDING:
             self._hung_up = True
-        if not self.paused:
-            self.read()
-        elif self._hung_up:
-            self.hung_up_while_paused()
+        self.read()
 
     def read(self) -> None:
         """One bounded read; a full buffer or a hang-up behind it is looked at in the next pass."""
         if self.paused:
-            # Found out here, too: an end seen before the pause brings no second edge.
+            self._kept = self._fetched is not None
+            # An end that was seen before the pause brings no second edge.
             if self._hung_up:
                 self.hung_up_while_paused()
             return
-        data: bytes | None
-        try:
-            data = self.sock.recv(RECV_BYTES)
-        except BlockingIOError:
-            data = None
-        except OSError as error:
-            self._lose(error)
+        if self._fetched is None:
+            self.fetch()
+        data, self._fetched = self._fetched, None
+        kept, self._kept = self._kept, False
+        if isinstance(data, OSError):
+            self._lose(data)
             return
         if not data:
             self._readable = False
@@ -215,7 +251,7 @@ class Channel:
                 self._ended = True
                 self.ended()
             return
-        if len(data) < RECV_BYTES and not self._hung_up:
+        if len(data) < RECV_BYTES and not (self._hung_up or kept):
             self._readable = False
         else:
             self.reactor.look_again(self)
@@ -234,6 +270,19 @@ class Channel:
         if self.is_open and self._out:
             self._flush()
         return self.is_open
+
+    def _write(self, data: bytes) -> None:
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._fail_write(error)
+            return
+        if sent != len(data):
+            self._out.append(data[sent:])
+            self.backlog_bytes = len(data) - sent
+            self.backlogged()
 
     def _flush(self) -> None:
         data = b"".join(self._out)

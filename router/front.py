@@ -152,8 +152,9 @@ class ClientChannel(Channel):
 
     def take_over(self) -> tuple[trio.abc.HalfCloseableStream, bytes]:
         """Leave the reactor: the connection as a Trio stream, and what was read beyond the call."""
-        assert not self.backlog_bytes
+        assert not self.owes
         self.gone = True
+        assert not self.has_news  # it was not paused by anybody else since
         unread = self._reader.unread
         return self.reactor.network.stream_of(self.detach()), unread
 
@@ -162,7 +163,7 @@ class ClientChannel(Channel):
         self.gone = True
         if self.is_open and not self.closing:
             self.closing = True
-            if not self.backlog_bytes:
+            if not self.owes:
                 self._half_close()
             self._arm()
 
@@ -241,7 +242,7 @@ class ClientChannel(Channel):
         In a chunked body the missing last chunk says that it is not complete. An HTTP/1.0 body
         ends with the connection, so only a reset tells the client.
         """
-        if self._until_close and (self.backlog_bytes or not self._is_whole):
+        if self._until_close and (self.owes or not self._is_whole):
             self.reset()
         else:
             super().close()
@@ -292,6 +293,9 @@ class ClientChannel(Channel):
 
     def hung_up_while_paused(self) -> None:
         self._leave()
+
+    def backlogged(self) -> None:
+        self._note_backlog()
 
     def progressed(self) -> None:
         self._stalled_since = self.reactor.now

@@ -2,7 +2,8 @@
 
 Sockets are non-blocking and registered once, edge-triggered, in a private epoll. It is drained a
 bounded number of events a pass, in Trio's idle moments (`router.idling`) or, where these cannot be
-had, by an ordinary task; a pass calls the channels' callbacks, which are synchronous. No channel,
+had, by an ordinary task; a pass reads, calls the channels' callbacks, which are synchronous, and
+writes what they said. No channel,
 cancel scope or task switch is paid per event; lifetimes stay what they are in Trio, because a
 channel never outlives the task that owns it.
 
@@ -28,7 +29,7 @@ from typing import Protocol, cast
 
 import trio
 
-from router.channel import RECV_BYTES, Channel, Rank
+from router.channel import RECV_BYTES, TO_READ, Channel, Rank
 from router.idling import Idling
 from router.sockets import (
     Address,
@@ -45,6 +46,8 @@ __all__ = ["RECV_BYTES", "Channel", "Listener", "Rank", "Reactor"]
 _AGAIN = 0
 #: Events taken from the network in one pass, so that Trio's other tasks get their turn.
 EVENTS_PER_PASS = 512
+#: Sockets that are read before anything is made of what they said: 4 MiB of bytes at most.
+FETCHED_AT_ONCE = 64
 #: Connections accepted in one pass, for the same reason.
 ACCEPTS_PER_PASS = 128
 #: After a failed accept.
@@ -80,6 +83,9 @@ class Listener:
     def ready(self, _events: int) -> None:
         """Accept; only the reactor calls this."""
         self.read()
+
+    def fetch(self) -> None:
+        """Nothing to prepare; only the reactor calls this."""
 
     def read(self) -> None:
         """Accept what waits, up to a bound; the rest is looked at in the next pass."""
@@ -142,6 +148,8 @@ class Reactor:
         self.sweeper = Sweeper(on_bug)
         #: Trio's clock at the start of the current pass, in seconds.
         self.now = 0.0
+        #: During a batch, the channels that have something to write at its end.
+        self.unwritten: list[Channel] | None = None
         self._on_bug = on_bug
         self._channels = 0
         self._listeners = 0
@@ -186,6 +194,26 @@ class Reactor:
     def refresh(self) -> None:
         """Bring `now` up to date: for a task that something else than the reactor has woken."""
         self.now = trio.current_time()
+
+    def begin_batch(self) -> None:
+        """Several things that have happened are about to be told, by a pass or by somebody else.
+
+        The time is that of the beginning. What is said meanwhile, to peers and to the log, is
+        written at the end: sends in a row cost half of what they cost between the callbacks.
+        """
+        self.now = trio.current_time()
+        self.unwritten = []
+        self._log.hold()
+
+    def end_batch(self) -> None:
+        """All is told: write."""
+        unwritten, self.unwritten = self.unwritten, None
+        for channel in unwritten or ():
+            try:
+                channel.write_out()
+            except Exception as error:
+                self._crash(channel, error)
+        self._log.release()
 
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError when it fails at once."""
@@ -238,13 +266,28 @@ class Reactor:
             "Sequence[tuple[Channel | Listener, int]]",
             self.network.poll(EVENTS_PER_PASS, 0.0 if again else seconds),
         )
-        self.now = trio.current_time()
         if again or len(found) > 1:
             found = [*((it, _AGAIN) for it in again), *found]
             found.sort(key=_rank)
         if not found:
+            self.now = trio.current_time()
             return
-        self._log.hold()
+        self.begin_batch()
+        try:
+            for first in range(0, len(found), FETCHED_AT_ONCE):
+                self._handle(found[first : first + FETCHED_AT_ONCE])
+        finally:
+            self.end_batch()
+
+    def _handle(self, found: Sequence[tuple[Channel | Listener, int]]) -> None:
+        """Read from all, then make something of it: both are faster with their like."""
+        if len(found) > 1:
+            for owner, events in found:
+                if owner.is_open and (not events or events & TO_READ):
+                    try:
+                        owner.fetch()
+                    except Exception as error:
+                        self._crash(owner, error)
         for owner, events in found:
             if owner.is_open:
                 try:
@@ -254,7 +297,6 @@ class Reactor:
                         owner.read()
                 except Exception as error:
                     self._crash(owner, error)
-        self._log.release()
 
     def _crash(self, owner: Channel | Listener, error: Exception) -> None:
         try:

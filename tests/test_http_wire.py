@@ -797,6 +797,22 @@ async def test_closing_the_pool_closes_what_is_idle_or_leaving() -> None:
         assert not wire.network.open_sockets
 
 
+async def test_an_idle_connection_that_has_just_spoken_unasked_is_not_used() -> None:
+    script = Script(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")
+    async with wired(script) as wire:
+        await wire.ask()
+        (idle,) = wire.pool.idle
+        assert isinstance(idle.sock, MemorySocket)
+        # Read in this pass, and not made anything of yet when another's callback sends.
+        idle.sock.incoming.data += b"out of step"
+        idle.fetch()
+
+        asked = await wire.ask()
+
+        assert asked.told[-1] == "end"
+        assert script.connections == 2
+
+
 #### httpx over the pool
 
 

@@ -203,6 +203,138 @@ async def test_facts_of_one_pass_come_in_a_fixed_order(autojump_clock: MockClock
             assert [what for _, what in bench.heard] == [b"x"] * 3 + ["swept"] * 3
 
 
+async def test_what_is_said_in_a_pass_is_written_at_its_end_in_one_piece() -> None:
+    async with reacting() as bench:
+        (first, near), (second, far) = await bench.open("a", Rank.WORKER), await bench.open("b")
+        seen: list[int] = []
+
+        def answer(data: bytes) -> None:
+            second.send(b"said ")
+            second.send(data)
+            seen.append(len(far.incoming.data))
+
+        first.on_received = answer
+        second.on_received = answer
+        put(near, b"one")
+        put(far, b"two")
+        await wait_all_tasks_blocked()
+
+        assert seen == [0, 0]
+        assert bytes(far.incoming.data) == b"said onesaid two"
+        assert not second.owes
+
+
+async def test_an_end_in_a_pass_comes_after_what_was_said_in_it() -> None:
+    class Last(Tape):
+        __slots__ = ()
+
+        def flushed_last(self) -> None:
+            self.note("flushed")
+            self.close()
+
+    async with reacting() as bench:
+        stream = bench.network.open_client(PORT)
+        await wait_all_tasks_blocked()
+        last = Last(bench.reactor, bench.accepted.pop(0), bench.heard, "last")
+        other, peer = await bench.open("other")
+
+        def end(_: bytes) -> None:
+            last.send(b"good bye")
+            last.closing = True
+            assert last.owes
+
+        last.on_received = end
+        put(stream, b"x")
+        put(peer, b"y")
+        await wait_all_tasks_blocked()
+
+        assert bytes(stream.incoming.data) == b"good bye"
+        assert bench.of("last")[-2:] == ["flushed", "closed"]
+        assert other.is_open
+
+
+async def test_what_does_not_fit_at_the_end_of_a_pass_is_backlog() -> None:
+    class Full(Tape):
+        __slots__ = ()
+
+        def backlogged(self) -> None:
+            self.note("backlogged")
+
+    async with reacting(pipe_bytes=10) as bench:
+        stream = bench.network.open_client(PORT)
+        await wait_all_tasks_blocked()
+        full = Full(bench.reactor, bench.accepted.pop(0), bench.heard, "full")
+        full.on_received = lambda data: full.send(b"0123456789abcdef")
+        put(stream, b"x")
+        await wait_all_tasks_blocked()
+
+        assert full.backlog_bytes == 6
+        assert bench.of("full")[-1] == "backlogged"
+        assert await stream.receive_some(10) == b"0123456789"
+        await wait_all_tasks_blocked()
+        assert await stream.receive_some(10) == b"abcdef"
+        assert bench.of("full")[-1] == "drained"
+
+
+async def test_a_bug_at_the_end_of_a_pass_is_its_channels_alone() -> None:
+    class Torn(Tape):
+        __slots__ = ()
+
+        def flushed_last(self) -> None:
+            raise RuntimeError("torn")
+
+    async with reacting() as bench:
+        stream = bench.network.open_client(PORT)
+        await wait_all_tasks_blocked()
+        torn = Torn(bench.reactor, bench.accepted.pop(0), bench.heard, "torn")
+        other, peer = await bench.open("other")
+
+        def end(_: bytes) -> None:
+            torn.send(b"x")
+            torn.closing = True
+            other.send(b"y")
+
+        torn.on_received = end
+        put(stream, b"x")
+        put(peer, b"y")
+        await wait_all_tasks_blocked()
+
+        assert isinstance(bench.of("torn")[-1], RuntimeError)
+        assert bytes(peer.incoming.data) == b"y"
+
+
+async def test_who_is_paused_by_another_in_the_pass_keeps_what_was_read_of_it() -> None:
+    async with reacting() as bench:
+        (first, near), (second, far) = await bench.open("a", Rank.WORKER), await bench.open("b")
+        first.on_received = lambda data: second.pause()
+        put(near, b"one")
+        put(far, b"two")
+        await wait_all_tasks_blocked()
+        assert bench.of("b") == []
+        assert second.has_news
+
+        put(far, b"three")
+        await wait_all_tasks_blocked()
+        second.resume()
+        await wait_all_tasks_blocked()
+
+        assert b"".join(each for each in bench.of("b") if isinstance(each, bytes)) == b"twothree"
+        assert not second.has_news
+
+
+async def test_a_bug_in_reading_ahead_is_its_channels_alone() -> None:
+    async with reacting() as bench:
+        (first, near), (_, far) = await bench.open("a", Rank.WORKER), await bench.open("b")
+        error = RuntimeError("cannot read")
+        first.sock.recv = lambda n: _raise(error)  # type: ignore[assignment, return-value]
+        put(near, b"one")
+        put(far, b"two")
+        await wait_all_tasks_blocked()
+
+        assert bench.of("a")[0] is error
+        assert bench.of("b") == [b"two"]
+
+
 async def test_an_answer_beats_a_deadline_of_the_same_moment(autojump_clock: MockClock) -> None:
     async with reacting() as bench:
         channel, peer = await bench.open()

@@ -126,7 +126,7 @@ class WorkerChannel(Channel):
 
     def give_back(self) -> None:
         """The answer is complete: idle again, or closed where the worker does not keep it."""
-        spent = self._surplus or self.backlog_bytes or self.pool.keep_alive_seconds <= 0
+        spent = self._surplus or self.owes or self.pool.keep_alive_seconds <= 0
         if self.keep and not spent:
             self.reused = True
             self.idle_since = self.reactor.now
@@ -437,7 +437,8 @@ class Pool:
             channel = self.idle.pop()
             idle_since, channel.idle_since = channel.idle_since, None
             if channel.is_open and idle_since is not None:
-                if now - idle_since < FRESH_SECONDS or channel.sock.is_quiet():
+                is_fresh = now - idle_since < FRESH_SECONDS or channel.sock.is_quiet()
+                if is_fresh and not channel.has_news:
                     return channel
                 channel.close()
         return None
