@@ -1,1 +1,1 @@
-"""Requests to workers over NATS: the broker, what is said over it, and the line."""
+"""Requests that travel over NATS: the broker behind one seam, and the line to a worker over it."""
