@@ -350,6 +350,10 @@ def _check_together(settings: Settings) -> None:
         if worker.id in seen:
             raise SettingsError(f"two workers have the id {worker.id}; give one of them id=…")
         seen.add(worker.id)
+        if worker.is_behind_nats and settings.nats is None:
+            raise SettingsError(
+                f"{worker.url} is behind NATS, but --nats does not say where that is"
+            )
     if settings.breaker_max_cooldown_secs < settings.breaker_cooldown_secs:
         raise SettingsError("--breaker-max-cooldown-secs is below --breaker-cooldown-secs")
     if not settings.health_check_endpoint.startswith("/"):
