@@ -308,13 +308,15 @@ class Settings:
     )
     nats_prefix: str = option(Word(), "infera", "first part of every NATS subject")
     nats_req_idle_timeout: float = option(
-        Seconds(), 0.0, "--stream-idle-timeout-secs of NATS workers; 0 = off"
+        Seconds(), 0.0, "--stream-idle-timeout-secs of workers behind NATS; 0 = the same"
     )
     nats_req_max_duration: float = option(
-        Seconds(), 0.0, "--request-timeout-secs of NATS workers; 0 = off"
+        Seconds(), 0.0, "--request-timeout-secs of workers behind NATS; 0 = the same"
     )
     nats_req_max_pending: int = option(
-        Whole(0, 1_000_000), 0, "requests that may be pending over NATS; 0 = off"
+        Whole(0, 1_000_000),
+        0,
+        "requests that may wait in the queue of a worker behind NATS; beyond it 429; 0 = no queue",
     )
 
     api_key: tuple[str, ...] = option(

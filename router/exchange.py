@@ -120,6 +120,7 @@ class Exchange:
         self.leg = leg
         self._answering = None
         self.queue_until = None
+        self.clocks.go_to(behind_nats=leg.worker.is_behind_nats)
         if self.channel.is_slow:
             leg.pause()
 

@@ -91,20 +91,16 @@ class Serving:
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
     bugs: Bugs = field(init=False)
+    _nats_deadlines: Deadlines = field(init=False)
     _soonest: float = field(init=False)
     _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
-        self.deadlines = Deadlines(
-            request=settings.request_timeout_secs,
-            first_token=settings.first_token_timeout_secs,
-            stream_idle=settings.stream_idle_timeout_secs,
-            suspect_idle=settings.suspect_idle_secs,
-            keep_alive=settings.migration_keep_alive_secs,
-        )
-        self._soonest = self.deadlines.soonest()
+        self.deadlines = Deadlines.of(settings)
+        self._nats_deadlines = self.deadlines.behind_nats(settings)
+        self._soonest = min(self.deadlines.soonest(), self._nats_deadlines.soonest())
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self.bugs = Bugs(self.metrics, self.live, self.ended, self.emptied, self.admission)
         self._book_request = self.booking.listener("request")
@@ -209,7 +205,12 @@ class Serving:
             call=call,
             channel=channel,
             route=route,
-            clocks=Clocks(self.deadlines, ticket, wants_stream=bool(asked.stream)),
+            clocks=Clocks(
+                self.deadlines,
+                ticket,
+                wants_stream=bool(asked.stream),
+                nats_deadlines=self._nats_deadlines,
+            ),
             whole_bytes_max=self.settings.max_body_bytes,
             observer=self,
         )

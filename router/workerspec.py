@@ -89,6 +89,14 @@ class WorkerSpec:
         )
 
     @property
+    def meeting_host(self) -> str:
+        """Where decode workers find its KV cache: as told, or where it is itself."""
+        if self.bootstrap_host is not None:
+            return self.bootstrap_host
+        # The id of an agent is by default its engine's host:port.
+        return self.host or re.sub(r":\d+$", "", self.id).strip("[]")
+
+    @property
     def is_behind_nats(self) -> bool:
         """Whether it is reached by its id over NATS rather than at an address."""
         return self.scheme == "nats"

@@ -180,7 +180,7 @@ class Pairs:
             rank=prefill_rank or 0,
             ranks=1 if prefill_rank is None else prefill.dp_size,
         )
-        meeting = Meeting(prefill.host, prefill.bootstrap_port, rooms, rid)
+        meeting = Meeting(prefill.bootstrap_host, prefill.bootstrap_port, rooms, rid)
         shared = meeting.members()
         to_prefill, to_decode = shared, shared
         if prefill.dp_size > 1 or decode.dp_size > 1:
