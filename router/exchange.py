@@ -148,6 +148,32 @@ class Exchange:
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
 
+    def on_leg_handed_back(self, leg: Leg) -> None:
+        if not self._survives(leg, "handed_back"):
+            self.lose(leg, "handed_back", "handed_back", Failure(_shutting_down()))
+
+    def on_leg_too_large(self, leg: Leg, limit: int) -> None:
+        """No verdict on anybody: another form of it, or a worker that is reached by another way."""
+        moving = self.ticket.moving
+        failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
+        if self.ticket.state is S.RESUMING:
+            failure = Failure(broken())  # what is too large is not what the client wrote
+        if moving is not None and moving.can_rephrase:
+            moving.refuse_form()
+        else:
+            self.ticket.tried.add(leg.worker)
+        leg.fire("handed_back")
+        self.fire("handed_back", failure)
+
+    def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        if self._survives(leg, "let_go"):
+            return
+        if leg.state is LegState.CONNECTING:
+            failure = Failure(Refusal("upstream_unreachable", "The worker cannot be reached."))
+        else:
+            failure = Failure(broken())
+        self.lose(leg, "let_go", "leg_lost", failure)
+
     def _survives(self, leg: Leg, leg_fact: str) -> bool:
         return self._answering is not None and self._answering.survives(leg_fact)
 
@@ -225,8 +251,7 @@ class Exchange:
             self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
         )
         if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
-            refusal = Refusal("shutting_down", "The worker is shutting down.")
-            self.lose(leg, "handed_back", "handed_back", Failure(refusal))
+            self.lose(leg, "handed_back", "handed_back", Failure(_shutting_down()))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""
@@ -428,3 +453,7 @@ class Exchange:
         else:
             ticket.status = failure.refusal.status
             channel.refuse(failure.refusal, ticket.id)
+
+
+def _shutting_down() -> Refusal:
+    return Refusal("shutting_down", "The worker is shutting down.")

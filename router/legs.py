@@ -31,6 +31,15 @@ class LegOwner(Protocol):
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         """The connection is gone."""
 
+    def on_leg_handed_back(self, leg: Leg) -> None:
+        """The draining worker returned the request unfinished."""
+
+    def on_leg_too_large(self, leg: Leg, limit: int) -> None:
+        """What was to be sent is more than the wire to this worker takes (bytes)."""
+
+    def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        """The wire has failed, and nobody knows what the worker does."""
+
     def on_crash(self, error: Exception) -> None:
         """A callback raised: a bug of ours."""
 
@@ -189,6 +198,18 @@ class Leg:
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         if self.is_open:
             self.owner.on_leg_broken(self, detail, connecting=connecting)
+
+    def on_handed_back(self) -> None:
+        if self.is_open:
+            self.owner.on_leg_handed_back(self)
+
+    def on_too_large(self, limit: int) -> None:
+        if self.is_open:
+            self.owner.on_leg_too_large(self, limit)
+
+    def on_missed(self, detail: str) -> None:
+        if self.is_open:
+            self.owner.on_leg_missed(self, detail)
 
     def on_crash(self, error: Exception) -> None:
         try:

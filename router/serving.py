@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -361,7 +362,29 @@ class Serving:
             is_keyed=bool(self.settings.api_key),
         )
         lines = b"%bx-request-id: %b\r\n" % (headers, exchange.ticket.id.encode())
-        leg.attach(self.house.line(leg.worker).send(b"POST", target, lines, body, leg))
+        line = self.house.line(leg.worker)
+        sent = line.send(
+            b"POST",
+            target,
+            lines,
+            body,
+            leg,
+            streams=exchange.clocks.wants_stream,
+            movable=partial(self._is_movable, exchange.ticket),
+            queues=True,
+        )
+        leg.attach(sent)
+
+    def _is_movable(self, ticket: Ticket) -> bool:
+        """The promise that this attempt, handed back by its worker, goes on elsewhere."""
+        moving, worker = ticket.moving, ticket.worker
+        if moving is None or worker is None or not moving.may_be_handed_back:
+            return False
+        ready = self.fleet.ready("mixed", ticket.model)
+        return any(
+            each is not worker and each not in ticket.tried and moving.may_go_to(each)
+            for each in ready
+        )
 
     def _nobody(self, model: str | None) -> Refusal:
         if (unknown := unknown_model(self.fleet, model)) is not None:

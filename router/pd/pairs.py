@@ -119,9 +119,10 @@ class Pairs:
                 ticket.retries_left = self.settings.pd_max_retries
         return ticket.is_paired
 
-    def has_other(self, ticket: Ticket) -> bool:
-        """Some pair could take this request over."""
-        return self.pairing.has_other(ticket.model, ticket.tried)
+    def has_other(self, ticket: Ticket, besides: Worker | None = None) -> bool:
+        """Some pair could take this request over, without that worker."""
+        tried = ticket.tried if besides is None else {*ticket.tried, besides}
+        return self.pairing.has_other(ticket.model, tried)
 
     # Dispatch
 

@@ -53,6 +53,9 @@ TERMINAL = frozenset({DONE, ERROR})
 #: What a router of ours asks for.
 ACCEPTED = f"{HEAD},{HEARTBEAT}"
 
+#: What JetStream answers when a stream has stored a message that was sent with a reply subject.
+_ACK_FIELDS = frozenset({"type", "stream", "seq", "domain", "duplicate", "batch", "count", "error"})
+
 #: How the payload of an `error` frame begins that hands a request back before a worker stops.
 DRAIN_NOTICE = b"infera: worker draining"
 
@@ -73,6 +76,21 @@ def is_drain_notice(payload: bytes) -> bool:
 def is_absent(headers: Mapping[str, str]) -> bool:
     """Whether this is the server's word that nobody listens where the request was sent."""
     return headers.get(SERVER_STATUS) == NO_RESPONDERS and TYPE not in headers
+
+
+def is_stored(headers: Mapping[str, str], payload: bytes) -> bool:
+    """Whether this is JetStream's word that a stream has (or has not) stored the request.
+
+    A stream on the subjects of requests, left there by whoever uses an admission limit, captures
+    requests that were sent without one as well. It is no frame, though it bears no type.
+    """
+    if headers or not payload.startswith(b"{") or b'"stream"' not in payload[:200]:
+        return False
+    try:
+        found = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    return {"stream", "seq"} <= found.keys() <= _ACK_FIELDS
 
 
 def accepted(headers: Mapping[str, str]) -> frozenset[str]:
