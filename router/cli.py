@@ -247,9 +247,17 @@ def _sim(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    def demo(_: argparse.Namespace) -> int:
-        from router.demo import main
+    parser.add_argument(
+        "--nats",
+        action="store_true",
+        help="instead: agents on a real NATS server, all of them drained under load",
+    )
 
+    def demo(arguments: argparse.Namespace) -> int:
+        if arguments.nats:
+            from router.demo_nats import main
+        else:
+            from router.demo import main
         return main()
 
     parser.set_defaults(command=demo)

@@ -28,17 +28,22 @@ class Child:
     url: str = ""
 
 
-async def start(name: str, words: list[str]) -> Child:
-    """Start `baton WORDS` and wait for the line that says where it listens."""
+async def launch(name: str, words: list[str]) -> Child:
+    """Start `baton WORDS`; it listens nowhere, so others say when it is there."""
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE
     )
-    child = Child(name, process)
-    assert process.stdout is not None
+    return Child(name, process)
+
+
+async def start(name: str, words: list[str]) -> Child:
+    """Start `baton WORDS` and wait for the line that says where it listens."""
+    child = await launch(name, words)
+    assert child.process.stdout is not None
     line = b""
     with trio.fail_after(START_SECONDS):
         while not line.endswith(b"\n"):
-            data = await process.stdout.receive_some()
+            data = await child.process.stdout.receive_some()
             if not data:
                 raise SceneFailed(f"{name} did not start")
             line += data

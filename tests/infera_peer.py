@@ -388,6 +388,67 @@ class Worker(Thread):
         self.call(self.connection.close())
 
 
+@define(eq=False)
+class Puppet(Thread):
+    """A worker that says nothing by itself: the test sends every frame, right or wrong.
+
+    Probes are the exception: it answers each as an old worker's engine does, with 405.
+    """
+
+    worker_id: str = "puppet:1"
+    prefix: str = "infera"
+    asked: list[str] = field(factory=list, init=False)
+    """The inboxes of the requests, in order."""
+    payloads: list[bytes] = field(factory=list, init=False)
+    cancelled: list[str] = field(factory=list, init=False)
+
+    def __enter__(self) -> Self:
+        Thread.__enter__(self)
+        self.call(self._open())
+        return self
+
+    async def _open(self) -> None:
+        subjects = f"{self.prefix}.{{}}.{token(self.worker_id)}"
+        await self.connection.subscribe(subjects.format("req"), cb=self._on_request)
+        await self.connection.subscribe(subjects.format("cancel"), cb=self._on_cancel)
+        await self.connection.flush()
+
+    async def _on_request(self, message: Msg) -> None:
+        if json.loads(message.data)["path"] in ("/health", "/v1/models"):
+            for kind, payload, more in (("data", b"{}", {}), ("done", b"", {"rs-status": "405"})):
+                await self.connection.publish(
+                    message.reply, payload, headers={"rs-type": kind, **more}
+                )
+            return
+        self.payloads.append(message.data)
+        self.asked.append(message.reply)
+
+    async def _on_cancel(self, message: Msg) -> None:
+        self.cancelled.append(message.data.decode())
+
+    def send(self, inbox: str, kind: str, payload: bytes = b"", **headers: object) -> None:
+        """One frame; `seq=3` becomes the header `rs-seq: 3`."""
+        lines = {f"rs-{name}": str(value) for name, value in headers.items()}
+
+        async def publish() -> None:
+            await self.connection.publish(inbox, payload, headers={"rs-type": kind, **lines})
+            await self.connection.flush()
+
+        self.call(publish())
+
+    def flood(self, inbox: str, payload: bytes, count: int) -> None:
+        """So many data frames at once, unnumbered."""
+
+        async def publish() -> None:
+            for number in range(count):
+                await self.connection.publish(inbox, payload, headers={"rs-type": "data"})
+                if number % 1000 == 0:
+                    await self.connection.flush()
+            await self.connection.flush()
+
+        self.call(publish())
+
+
 async def make_stream(connection: Connection, prefix: str) -> None:
     """The work queue of JetStream mode, unless it is there, with whatever limits it was made."""
     with contextlib.suppress(BadRequestError):
