@@ -37,16 +37,10 @@ from router.wires.nats.broker import (
     QueueFull,
     check_subject,
     matches,
+    size_of,
 )
 
 T = TypeVar("T")
-
-
-def size_of(payload: bytes, headers: Mapping[str, str] | None) -> int:
-    """Bytes as the server counts them: payload, and the header block if there is one."""
-    if not headers:
-        return len(payload)
-    return len(payload) + 14 + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
 
 
 @define(eq=False)

@@ -36,6 +36,7 @@ PURE = (
     "router.ticket",
     "router.unpacking",
     "router.worker",
+    "router.wires.nats.broker",
     "router.workerspec",
 )
 #: What only a shell may touch.
@@ -48,9 +49,9 @@ HOMES = {
     "httptools": ("router.calls", "router.wires"),
     "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim",),
-    "anyio": ("router.wires.nats",),
-    "nats": ("router.wires.nats",),
-    "asyncio": ("router.wires.nats",),
+    "anyio": ("router.wires.nats.thread",),
+    "nats": ("router.wires.nats.thread",),
+    "asyncio": ("router.wires.nats.thread",),
     "trio_websocket": ("router.websocket",),
     "transitions": ("statemachines.chart",),
 }

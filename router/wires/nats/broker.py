@@ -13,6 +13,7 @@ queues, which a broker that keeps them in memory forgets when it is restarted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -24,6 +25,10 @@ MAX_PAYLOAD_DEFAULT = 1 << 20
 #: Header and value of the answer to a message that nobody was subscribed to (NATS 2.2).
 STATUS = "Status"
 NO_RESPONDERS = "503"
+
+_NOT_IN_SUBJECTS = re.compile(r"[ \t\r\n\0]")
+#: `NATS/1.0` and the two line ends around the headers.
+_HEADER_FRAME_BYTES = 12
 
 
 class BrokerAway(Exception):
@@ -246,5 +251,13 @@ def matches(pattern: str, subject: str) -> bool:
 
 def check_subject(subject: str) -> None:
     """Refuse what would end the protocol line early: a ValueError."""
-    if not subject or any(character in subject for character in " \t\r\n\0"):
+    if not subject or _NOT_IN_SUBJECTS.search(subject):
         raise ValueError(f"no subject: {subject!r}")
+
+
+def size_of(payload: bytes, headers: Mapping[str, str] | None) -> int:
+    """Bytes as the server counts them: the payload, and the header block if there is one."""
+    if not headers:
+        return len(payload)
+    lines = sum(len(name) + len(value.encode()) + 4 for name, value in headers.items())
+    return len(payload) + _HEADER_FRAME_BYTES + lines
