@@ -187,6 +187,18 @@ class Reactor:
         """Bring `now` up to date: for a task that something else than the reactor has woken."""
         self.now = trio.current_time()
 
+    def begin_batch(self) -> None:
+        """What something else than a socket has brought is about to be told, all of it.
+
+        As in a pass, the time is that of the beginning, and the log is written at the end.
+        """
+        self.now = trio.current_time()
+        self._log.hold()
+
+    def end_batch(self) -> None:
+        """It is told."""
+        self._log.release()
+
     def connect(self, address: Address, tls: TlsTarget | None) -> Socket:
         """Begin a connection; raises OSError when it fails at once."""
         return self.network.connect(address, tls)
