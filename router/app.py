@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 import structlog
@@ -35,6 +36,7 @@ from router.mover import Mover
 from router.pd.aborts import Aborts
 from router.probing import probe_forever
 from router.reactor import Listener, Rank, Reactor
+from router.registry import Registry, View
 from router.serving import Serving
 from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
@@ -43,10 +45,16 @@ from router.websocket import Feed
 from router.wires.client import LineTransport
 from router.wires.http import Pool
 from router.wires.line import Line
+from router.wires.nats.broker import Broker
+from router.wires.nats.line import NatsWire
+from router.wires.nats.protocol import Names
 from router.worker import Fleet, Worker
 from statemachines import ROUTER, Edge
 from statemachines.router import RouterState
 from statemachines.worker import WorkerState
+
+if TYPE_CHECKING:
+    from router.wires.nats.bridge import Bridge
 
 #: At the very end, how long clients may take to read their last bytes.
 FLUSH_SECONDS = 3.0
@@ -65,6 +73,8 @@ class App:
     settings: Settings
     network: Network
     logs: Logs
+    #: The way to workers behind NATS and to the registry; its life is its owner's.
+    broker: Broker | None = None
     id: str = "router"
     state: RouterState = RouterState.STARTING
     listeners: list[Callable[[App, Edge], None]] = field(factory=list)
@@ -75,6 +85,8 @@ class App:
     serving: Serving = field(init=False)
     _api: Api = field(init=False)
     _lines: dict[Worker, Line] = field(init=False, factory=dict)
+    _wire: NatsWire | None = field(init=False, default=None)
+    _registry: Registry | None = field(init=False, default=None)
     _client: httpx.AsyncClient = field(init=False)
     _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
@@ -118,6 +130,8 @@ class App:
             mover=Mover(self.fleet, chooser, self._client),
             aborts=self._aborts,
         )
+        if self.broker is not None:
+            self._wire = self._make_wire(self.broker)
         self._api = Api(
             house=self,
             fleet=self.fleet,
@@ -142,8 +156,12 @@ class App:
         """The way to a worker, also while its last legs run on after it has left."""
         line = self._lines.get(worker)
         if line is None:
-            line = self._lines[worker] = self._make_pool(worker)
+            line = self._lines[worker] = self._make_line(worker)
         return line
+
+    def registry_view(self) -> View | None:
+        """How the registry is known; None without one, or before `run`."""
+        return None if self._registry is None else self._registry.view
 
     def open_requests(self) -> Iterable[Ticket]:
         """Live requests (for the metrics)."""
@@ -195,6 +213,8 @@ class App:
             async with trio.open_nursery() as root:
                 self._background_nursery = root
                 root.start_soon(self.reactor.run)
+                if self.broker is not None:
+                    await self._follow_registry(self.broker)
                 for spec in self.settings.workers:
                     self.fleet.add(spec)
                 async with trio.open_nursery() as front:
@@ -210,11 +230,15 @@ class App:
                     front.cancel_scope.deadline = trio.current_time() + patience
                 with trio.move_on_after(FLUSH_SECONDS):
                     await self._aborts.wait_done()
+                if self._wire is not None:
+                    await self._wire.flush()
                 root.cancel_scope.cancel(reason="the router has stopped")
         finally:
             self._listener.close()
             for line in self._lines.values():
                 line.close()
+            if self._wire is not None:
+                self._wire.close()
 
     async def _drain(self) -> None:
         facts: list[str] = []
@@ -261,6 +285,12 @@ class App:
         if line is not None:
             line.close()
 
+    def _make_line(self, worker: Worker) -> Line:
+        if not worker.is_behind_nats:
+            return self._make_pool(worker)
+        assert self._wire is not None, "the settings and the API let no such worker in"
+        return self._wire.line(worker.id, is_prefill=worker.role == "prefill")
+
     def _make_pool(self, worker: Worker) -> Pool:
         host = f"[{worker.host}]" if ":" in worker.host else worker.host
         return Pool(
@@ -281,6 +311,34 @@ class App:
             self._tls = _tls_context(self.settings)
         return TlsTarget(self._tls, worker.host)
 
+    # NATS
+
+    def _make_wire(self, broker: Broker) -> NatsWire:
+        settings = self.settings
+        return NatsWire(
+            broker,
+            self.reactor,
+            self.spawn,
+            names=Names(settings.nats_prefix),
+            missed=self.metrics.nats_missed,
+            pending_max=settings.nats_req_max_pending,
+            connect_seconds=settings.connect_timeout_secs,
+        )
+
+    async def _follow_registry(self, broker: Broker) -> None:
+        assert self._wire is not None
+        await self._wire.start()
+        self._registry = Registry(
+            broker=broker,
+            bucket=self._wire.names.bucket,
+            fleet=self.fleet,
+            engine=self.settings.engine,
+            on_bug=self._on_background_bug,
+            on_lost=self.metrics.nats_lost,
+        )
+        self.metrics.follow_nats(self.registry_view)
+        self.spawn(self._registry.run)
+
     # Bugs and bookkeeping
 
     async def _in_background(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
@@ -288,8 +346,11 @@ class App:
         try:
             await task(*args)
         except Exception as error:
-            self.metrics.internal_error("background")
-            _log.error("internal_error", place="background", exc_info=error)
+            self._on_background_bug(error)
+
+    def _on_background_bug(self, error: Exception) -> None:
+        self.metrics.internal_error("background")
+        _log.error("internal_error", place="background", exc_info=error)
 
     def _on_reactor_bug(self, error: Exception) -> None:
         self.metrics.internal_error("reactor")
@@ -321,7 +382,8 @@ def run(settings: Settings) -> int:
     _raise_descriptor_limit()
     network = TcpNetwork()
     try:
-        app = App(settings, network, logs)
+        bridge = _make_bridge(settings)
+        app = App(settings, network, logs, bridge)
     except ssl.SSLError:
         print("baton serve: --worker-ca-file: no certificates in PEM form", file=sys.stderr)
         return 2
@@ -329,7 +391,7 @@ def run(settings: Settings) -> int:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
     try:
-        trio.run(_serve_until_signalled, app, strict_exception_groups=True)
+        trio.run(_serve_until_signalled, app, bridge, strict_exception_groups=True)
     except OSError as error:
         print(f"baton: cannot listen: {error}", file=sys.stderr)
         return 1
@@ -338,13 +400,24 @@ def run(settings: Settings) -> int:
     return 0
 
 
-async def _serve_until_signalled(app: App) -> None:
+def _make_bridge(settings: Settings) -> Bridge | None:
+    if settings.nats is None:
+        return None
+    # Not before it is needed: the library behind it is large, and speaks asyncio.
+    from router.wires.nats.bridge import Bridge
+
+    return Bridge(settings.nats, name="baton serve")
+
+
+async def _serve_until_signalled(app: App, bridge: Bridge | None) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         host, port = app.listen()
         shown = f"[{host}]" if ":" in host else host
         print(f"baton: listening on http://{shown}:{port}", flush=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_pass_on, signals, app)
+            if bridge is not None:
+                await nursery.start(bridge.run)
             await app.run()
             nursery.cancel_scope.cancel(reason="the router has stopped")
 

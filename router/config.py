@@ -97,6 +97,16 @@ class NatsUrl(Text):
 
 
 @frozen
+class Prefix(Word):
+    """What NATS takes as the beginning of subjects and of names."""
+
+    def check(self, value: str) -> None:
+        super().check(value)
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,4}", value):
+            raise ValueError("must be letters, digits, _ and -, in parts joined by dots")
+
+
+@frozen
 class File(Text):
     """A file that is there when the router starts."""
 
@@ -306,7 +316,7 @@ class Settings:
     nats: str | None = option(
         NatsUrl(), None, "NATS request transport and worker registry", section="NATS"
     )
-    nats_prefix: str = option(Word(), "infera", "first part of every NATS subject")
+    nats_prefix: str = option(Prefix(), "infera", "first part of every NATS subject")
     nats_req_idle_timeout: float = option(
         Seconds(), 0.0, "--stream-idle-timeout-secs of workers behind NATS; 0 = the same"
     )
@@ -394,11 +404,6 @@ NOT_YET = (
     NotYet("policy", "this policy", AFFINITIES),
     NotYet("prefill_policy", "this policy", AFFINITIES),
     NotYet("decode_policy", "this policy", AFFINITIES),
-    NotYet("nats", "NATS"),
-    NotYet("nats_prefix", "NATS"),
-    NotYet("nats_req_idle_timeout", "NATS"),
-    NotYet("nats_req_max_duration", "NATS"),
-    NotYet("nats_req_max_pending", "NATS"),
 )
 """A feature that arrives deletes its rows."""
 

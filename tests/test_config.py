@@ -229,6 +229,8 @@ def test_an_empty_variable_is_not_set_unless_it_is_a_secret() -> None:
         ("policy", "robin", "--policy: must be one of round_robin, random"),
         ("host", "", "--host: must not be empty"),
         ("host", "a b", "must not contain spaces or control characters"),
+        ("nats_prefix", "a..b", "must be letters, digits, _ and -"),
+        ("nats_prefix", "a.*", "must be letters, digits, _ and -"),
         ("nats_prefix", "a\x1b[31m", "must not contain spaces or control characters"),
         ("worker_insecure_skip_verify", "maybe", "must be true or false, not 'maybe'"),
         ("worker_ca_file", "/nowhere", "there is no file '/nowhere'"),
