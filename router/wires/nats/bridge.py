@@ -64,6 +64,8 @@ class Bridge:
         self._slots: set[Slot] = set()
         self._heard: dict[int, Heard] = {}
         self._closing = trio.Event()
+        #: A bug in the other thread.
+        self._failure: Exception | None = None
         self._api = Api(self)
 
     # Its life.
@@ -76,7 +78,7 @@ class Bridge:
         """
         self.crossing.begin()
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._thread.start, self._closing.set)
+            await trio.to_thread.run_sync(self._thread.start, self._fail)
         try:
             async with trio.open_nursery() as nursery:
                 self._api.begin(nursery)
@@ -87,9 +89,15 @@ class Bridge:
             self._end()
             with trio.move_on_after(CLOSE_SECONDS, shield=True):
                 await trio.to_thread.run_sync(self._thread.stop, abandon_on_cancel=True)
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """End `run`. Idempotent."""
+        self._closing.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
         self._closing.set()
 
     def _end(self) -> None:

@@ -10,12 +10,13 @@ by short pulls: silence beyond the end of one is a failure, and never a wait.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from itertools import count
 from typing import Protocol
 
 import msgspec
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 
 from router.wires.nats.broker import (
     STATUS,
@@ -90,6 +91,8 @@ class Answer(msgspec.Struct):
     error: _Error | None = None
     num_pending: int = 0
     num_ack_pending: int = 0
+    #: The server's time as it answered; of consumers since nats-server 2.10.
+    ts: datetime | None = None
 
 
 @define(eq=False)
@@ -318,14 +321,25 @@ class Pull:
         self._over.set()
 
 
-def pending_after(reply: str) -> int:
-    """How many the consumer still had to hand out after a stored message.
+@frozen
+class Handed:
+    """What the reply subject of a stored message says about it.
 
     `$JS.ACK.<stream>.<consumer>.<times>.<stream seq>.<consumer seq>.<time>.<pending>`, or with
     domain and account before the stream and one more token at the end (nats-server 2.9).
     """
-    tokens = reply.split(".")
-    return int(tokens[8] if len(tokens) == 9 else tokens[10])
+
+    #: When it was stored, by the server's clock, in seconds since the epoch.
+    stored_at: float
+    #: How many the consumer still had to hand out after it.
+    pending: int
+
+    @classmethod
+    def read(cls, reply: str) -> Handed:
+        """From a reply subject."""
+        tokens = reply.split(".")
+        time, pending = tokens[7:9] if len(tokens) == 9 else tokens[9:11]
+        return cls(int(time) / 1e9, int(pending))
 
 
 @define(eq=False)

@@ -2,8 +2,8 @@
 
 The layout is that of every NATS client: stream `KV_<bucket>`, subject `$KV.<bucket>.<key>`, a
 deletion as an empty value with `KV-Operation`. The server lets entries expire without a word
-(unless it was told to leave markers, nats-server 2.11), so a watch counts their time itself, from
-when it heard of them, and only while it hears.
+(unless it was told to leave markers, nats-server 2.11), and up to a second late, so a watch counts
+their time itself, and only while it hears.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.wires.nats.broker import (
     OnLost,
     check_subject,
 )
-from router.wires.nats.jetstream import Api, Follower, Pull, Stream, nanoseconds, pending_after
+from router.wires.nats.jetstream import Api, Follower, Handed, Pull, Stream, nanoseconds
 
 _BATCH = 256
 #: A consumer that nobody pulls from is deleted by the server after this.
@@ -83,6 +83,8 @@ class Watch(Follower):
     _is_synced: bool = False
     #: Of those that are present, not yet told.
     _missing: int = 0
+    #: The server's clock (seconds since the epoch) minus Trio's, if it told.
+    _ahead: float | None = None
     #: By key: when it expires unless it is put again.
     _ends: dict[str, float] = field(factory=dict)
 
@@ -106,6 +108,7 @@ class Watch(Follower):
             )
             self.is_following = True
             self._missing = made.num_pending
+            self._ahead = made.ts.timestamp() - trio.current_time() if made.ts else None
             if not self._missing:
                 self._sync()
             # Entries that expire before they are told are counted as present, and never come.
@@ -122,7 +125,8 @@ class Watch(Follower):
     def _on_stored(self, messages: Sequence[Message]) -> None:
         changes = [each for each in map(self._change_of, messages) if each is not None]
         self._missing -= len(messages)
-        if not self._is_synced and (self._missing <= 0 or not pending_after(messages[-1].reply)):
+        was_last = self._missing <= 0 or not Handed.read(messages[-1].reply).pending
+        if was_last and not self._is_synced:
             self._is_synced = True
             changes.append(Change(ChangeKind.SYNCED))
         self._tell(changes)
@@ -131,10 +135,21 @@ class Watch(Follower):
         key = message.subject.removeprefix(f"$KV.{self.bucket.name}.")
         kind = kind_of(message.headers)
         if kind is ChangeKind.PUT:
-            self._ends[key] = trio.current_time() + self.bucket.ttl_seconds
+            end = self._end_of(message)
+            if end <= trio.current_time():
+                return None
+            self._ends[key] = end
             return Change(kind, key, message.payload)
         # The mark of a deletion that this watch never saw the entry of tells nothing.
         return Change(kind, key) if self._ends.pop(key, None) is not None else None
+
+    def _end_of(self, message: Message) -> float:
+        """What was there before has lived already; whatever else comes has just been stored."""
+        now = trio.current_time()
+        if self._is_synced or self._ahead is None:
+            return now + self.bucket.ttl_seconds
+        stored_at = Handed.read(message.reply).stored_at - self._ahead
+        return min(stored_at, now) + self.bucket.ttl_seconds
 
     def _tell(self, changes: list[Change]) -> None:
         if changes and not self.is_closed:

@@ -207,16 +207,18 @@ class _Far:
     _has_complained: bool = False
 
     async def run(self) -> None:
-        """Until `stop`, or cancelled."""
+        """Until `stop`, or cancelled. What one of its tasks raises is a bug, and raised here."""
+        stop = asyncio.create_task(self.stop.wait())
         tasks = [asyncio.create_task(each) for each in (self._send(), self._stay_connected())]
         try:
-            await self.stop.wait()
+            ended, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                each.result()
             await self._last_words()
         finally:
-            tasks += self._tasks
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for task in (stop, *tasks, *self._tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
 
     async def _last_words(self) -> None:
         if self.client is not None:
@@ -405,7 +407,7 @@ class NatsThread:
         """Of all that was ever to be published, what is no longer waiting here."""
         return self._far.taken_bytes if self._far is not None else 0
 
-    def start(self, on_failed: Callable[[], None]) -> None:
+    def start(self, on_failed: Callable[[Exception], None]) -> None:
         """Begin. Waits for the thread: not for Trio's. `on_failed` is a bug, told in Trio's."""
         # uvloop halves what a message costs here; it is there where it can be installed.
         options = {"use_uvloop": find_spec("uvloop") is not None}
@@ -419,13 +421,12 @@ class NatsThread:
         self._far = self._make_far()
         self._wake()
 
-    async def _run(self, on_failed: Callable[[], None]) -> None:
+    async def _run(self, on_failed: Callable[[Exception], None]) -> None:
         assert self._far is not None
         try:
             await self._far.run()
         except Exception as error:
-            self._crossing.tell(partial(_log.error, "internal_error", place="nats", exc_info=error))
-            self._crossing.tell(on_failed)
+            self._crossing.tell(partial(on_failed, error))
 
     def send_off(self, order: Order) -> None:
         """Carry it out, after all that was sent off before."""
