@@ -38,6 +38,10 @@ from nats.js.errors import BadRequestError
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 T = TypeVar("T")
 
+SERVED = ("/v1/chat/completions", "/v1/completions")
+"""What scripted workers answer with a stream."""
+PROMPT = "hi"
+"""The prompt of completions to scripted workers; what follows it was said by another one."""
 DRAINING = b"infera: worker draining"
 CANCELS, CANCEL_PAUSE_SECONDS = 3, 1.0
 ACK_WAIT_SECONDS = 3600
@@ -154,8 +158,8 @@ class Scripted:
     released: asyncio.Event = Factory(asyncio.Event)
 
     async def answer(self, asked: Asked) -> AsyncIterator[int | bytes]:
-        if asked.path in ("/health", "/v1/models"):
-            # An old worker posts whatever it is asked, and engines serve these to GET alone.
+        if asked.path not in SERVED:
+            # An old worker posts whatever it is asked, and engines serve the others to GET alone.
             yield 405
             yield b'{"detail":"Method Not Allowed"}'
             return
@@ -174,14 +178,17 @@ class Scripted:
     def _events_for(self, asked: Asked) -> Iterator[tuple[bytes, int]]:
         """Events that are still to say, with the number of tokens in each."""
         events = [event + b"\n\n" for event in self.recorded.split(b"\n\n") if event.strip()]
-        prompt = _prompt_ids(asked.body)
-        skipped = max(len(prompt) - len(_first_ids(events)), 0) if prompt else 0
+        ids = _prompt_ids(asked.body)
+        skipped = max(len(ids) - len(_first_ids(events)), 0) if ids else 0
+        carried = _carried_text(asked.body)
         for event in events:
-            tokens = _tokens_in(event)
+            tokens, text = _tokens_in(event), _text_in(event)
             if skipped and tokens:
                 skipped -= tokens
-                continue
-            yield event, tokens
+            elif text and carried.startswith(text):
+                carried = carried[len(text) :]
+            else:
+                yield event, tokens
 
 
 def _decoded(event: bytes) -> dict[str, Json]:
@@ -215,6 +222,24 @@ def _prompt_ids(body: Json) -> list[Json]:
     transfer = body.get("kv_transfer_params")
     ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else body.get("prompt")
     return ids if isinstance(ids, list) else []
+
+
+def _carried_text(body: Json) -> str:
+    """What another worker has said, for one that is to go on after it."""
+    assert isinstance(body, dict)
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if isinstance(messages, list) and body.get("continue_final_message"):
+        last = messages[-1]
+        assert isinstance(last, dict)
+        return str(last["content"])
+    return prompt.removeprefix(PROMPT) if isinstance(prompt, str) else ""
+
+
+def _text_in(event: bytes) -> str:
+    choice = _choice(event)
+    delta = choice.get("delta")
+    text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
 
 
 #### The worker
@@ -414,7 +439,7 @@ class Puppet(Thread):
         await self.connection.flush()
 
     async def _on_request(self, message: Msg) -> None:
-        if json.loads(message.data)["path"] in ("/health", "/v1/models"):
+        if json.loads(message.data)["path"] not in SERVED:
             for kind, payload, more in (("data", b"{}", {}), ("done", b"", {"rs-status": "405"})):
                 await self.connection.publish(
                     message.reply, payload, headers={"rs-type": kind, **more}
