@@ -37,6 +37,8 @@ PURE = (
     "router.unpacking",
     "router.worker",
     "router.wires.nats.broker",
+    "router.wires.nats.entries",
+    "router.wires.nats.protocol",
     "router.workerspec",
 )
 #: What only a shell may touch.
