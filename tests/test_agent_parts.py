@@ -90,8 +90,8 @@ def test_an_option_that_both_commands_know_takes_the_same_words() -> None:
     "values, problem",
     [
         ({"nats_prefix": "a b"}, "must not contain spaces"),
-        ({"nats_prefix": "a.*"}, "--nats-prefix"),
-        ({"nats_prefix": "a."}, "--nats-prefix"),
+        ({"nats_prefix": "a.*"}, "nats_prefix"),
+        ({"nats_prefix": "a."}, "nats_prefix"),
         ({"engine_url": "nats:w1"}, "--engine-url"),
         ({"engine_url": "h:8000"}, "--engine-url"),
         ({"engine_url": "http://h:8000/v1"}, "leave out /v1"),

@@ -13,6 +13,8 @@ PACKAGES = ("router", "statemachines")
 #: Modules that decide and never act. Called twice, they say the same; they know no clock.
 PURE = (
     "router.admission",
+    "router.agent.settings",
+    "router.agent.tombstones",
     "router.breaker",
     "router.calls",
     "router.choosing",
@@ -52,8 +54,8 @@ HOMES = {
     "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim",),
     "anyio": ("router.wires.nats.thread",),
-    "nats": ("router.wires.nats.thread",),
-    "asyncio": ("router.wires.nats.thread",),
+    "nats": ("router.wires.nats.thread", "router.wires.nats.natspy"),
+    "asyncio": ("router.wires.nats.thread", "router.wires.nats.natspy"),
     "trio_websocket": ("router.websocket",),
     "transitions": ("statemachines.chart",),
 }

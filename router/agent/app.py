@@ -107,8 +107,8 @@ class Agent:
             detail=proxied.detail or None,
         )
 
-    def engine_refused(self) -> None:
-        """Somebody found the engine's port closed: look at once."""
+    def engine_broke(self) -> None:
+        """A request found the engine gone, or nearly: look at once."""
         self.worker.probe_soon()
 
     # Life

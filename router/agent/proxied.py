@@ -61,8 +61,8 @@ class Beside(Protocol):
     def request_over(self, proxied: Proxied) -> None:
         """It has reached a final state, and its last frame is out."""
 
-    def engine_refused(self) -> None:
-        """The engine takes no connections: worth a probe."""
+    def engine_broke(self) -> None:
+        """The engine took no connection, or cut one: worth a probe."""
 
 
 @define(eq=False)
@@ -169,8 +169,7 @@ class Proxied:
             self._end("ended", "")
 
     def on_broken(self, detail: str, *, connecting: bool) -> None:
-        if connecting:
-            self.beside.engine_refused()
+        self.beside.engine_broke()
         what = "the engine cannot be reached" if connecting else "the engine broke off"
         self._end("broke", f"{what}: {detail}")
 

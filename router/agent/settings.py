@@ -8,12 +8,11 @@ our own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from router.config import LOG_FORMATS, LOG_LEVELS, NatsUrl
+from router.config import LOG_FORMATS, LOG_LEVELS, NatsUrl, Prefix
 from router.config import OPTIONS as SERVE_OPTIONS
 from router.options import (
     Option,
@@ -35,7 +34,6 @@ INFERA_NAMES = {
     "nats_req_max_duration": "INFERA_NATS_REQ_MAX_DURATION",
     "nats_req_max_pending": "INFERA_NATS_REQ_MAX_PENDING",
 }
-_PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @frozen
@@ -70,7 +68,7 @@ class AgentSettings:
     )
 
     nats: str | None = option(NatsUrl(), None, "the NATS server (required)", section="NATS")
-    nats_prefix: str = option(Word(), "infera", "first part of every NATS subject")
+    nats_prefix: str = option(Prefix(), "infera", "first part of every NATS subject")
     id: str | None = option(
         Text("ID"),
         None,
@@ -126,10 +124,6 @@ class AgentSettings:
     log_level: str = option(Word(LOG_LEVELS), "info", "lowest level that is written")
 
     def __attrs_post_init__(self) -> None:
-        if not _PREFIX.fullmatch(self.nats_prefix):
-            raise SettingsError(
-                "--nats-prefix must be words of letters, digits, _ and - with dots between them"
-            )
         if not self.health_check_endpoint.startswith("/"):
             raise SettingsError("--health-check-endpoint must begin with a slash")
         if self.engine_url is not None:
