@@ -8,8 +8,6 @@ counted, and ends that task only.
 
 from __future__ import annotations
 
-import gc
-import resource
 import signal
 import ssl
 import sys
@@ -35,6 +33,7 @@ from router.metrics import Metrics
 from router.mover import Mover
 from router.pd.aborts import Aborts
 from router.probing import probe_forever
+from router.process import calm_collector, raise_descriptor_limit
 from router.reactor import Listener, Rank, Reactor
 from router.registry import Registry, View
 from router.serving import Serving
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 3.0
 #: While draining, between two looks at what clients have yet to take.
 LOOK_SECONDS = 0.1
-#: Objects allocated between two young collections; streams allocate a lot and keep little.
-GC_THRESHOLD = 10_000
 
 _log = structlog.get_logger("baton")
 
@@ -379,7 +376,7 @@ def _tls_context(settings: Settings) -> ssl.SSLContext:
 def run(settings: Settings) -> int:
     """Run `baton serve` until it is told to stop; returns the exit code."""
     logs = configure(format=settings.log_format, level=settings.log_level)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     network = TcpNetwork()
     try:
         bridge = _make_bridge(settings)
@@ -387,9 +384,7 @@ def run(settings: Settings) -> int:
     except ssl.SSLError:
         print("baton serve: --worker-ca-file: no certificates in PEM form", file=sys.stderr)
         return 2
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    calm_collector()
     try:
         trio.run(_serve_until_signalled, app, bridge, strict_exception_groups=True)
     except OSError as error:
@@ -425,10 +420,3 @@ async def _serve_until_signalled(app: App, bridge: Bridge | None) -> None:
 async def _pass_on(signals: AsyncIterator[int], app: App) -> None:
     async for _ in signals:
         app.ask_to_stop()
-
-
-def _raise_descriptor_limit() -> None:
-    """Two descriptors a stream: the usual soft limit of 1024 would end at 500 streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

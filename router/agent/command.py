@@ -10,16 +10,21 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 
+import structlog
 import trio
 
 from router.agent.app import Agent
 from router.agent.draining import ask_to_drain
 from router.agent.settings import AgentSettings
 from router.logs import Logs, configure
+from router.process import calm_collector, raise_descriptor_limit
 from router.tcp import TcpNetwork
 from router.wires.nats.bridge import Bridge
 from router.wires.nats.protocol import Names
 
+_log = structlog.get_logger("baton")
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 #: For the broker, and then for the agent, to answer a command.
 ANSWER_SECONDS = 5.0
 
@@ -27,7 +32,9 @@ ANSWER_SECONDS = 5.0
 def run(settings: AgentSettings) -> int:
     """Run `baton agent` until it is told to stop and has drained; returns the exit code."""
     logs = configure(format=settings.log_format, level=settings.log_level)
+    raise_descriptor_limit()
     network = TcpNetwork()
+    calm_collector()
     try:
         trio.run(_serve_until_signalled, settings, network, logs, strict_exception_groups=True)
     finally:
@@ -60,12 +67,18 @@ async def _serve_until_signalled(settings: AgentSettings, network: TcpNetwork, l
             bridge = Bridge(settings.nats_url(), name=f"baton agent {settings.worker_id()}")
             await nursery.start(bridge.run)
             agent = Agent(settings, network, logs, bridge)
+            _warn_of_id(settings)
             nursery.start_soon(_pass_on, signals, agent)
             subject = agent.names.request(agent.worker.id)
             print(f"baton: agent of {agent.worker.id} listens at {subject}", flush=True)
             await agent.run()
             bridge.close()
             nursery.cancel_scope.cancel(reason="the agent has stopped")
+
+
+def _warn_of_id(settings: AgentSettings) -> None:
+    if settings.id is None and settings.spec().host in LOOPBACK:
+        _log.warning("the id is unique on this machine only: give --id", id=settings.worker_id())
 
 
 async def _pass_on(signals: AsyncIterator[int], agent: Agent) -> None:

@@ -69,7 +69,7 @@ class Intake:
     _cancels: Subscription | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.last_frames = LastFrames(self.broker)
+        self.last_frames = LastFrames(self.broker, self.beside.reactor)
 
     # Life
 
@@ -185,9 +185,14 @@ class Intake:
 
     def _take(self, message: Message, inbox: str, job: Job | None) -> None:
         now = self.beside.reactor.now
-        if not _is_inbox(inbox) or inbox in self.open or self.over.has(inbox, now):
+        if (known := self.open.get(inbox)) is not None:
+            # Handed out again, as a queue does whose consumer was made anew: the new copy is what
+            # is to be acknowledged at the end.
+            known.job = job or known.job
+            return
+        if not _is_inbox(inbox) or self.over.has(inbox, now):
             _log.warning("request dropped", inbox=inbox[:INBOX_BYTES_MAX])
-            if job is not None and inbox not in self.open:
+            if job is not None:
                 job.ack()
             return
         replies = Replies(self.broker, inbox, accepted(message.headers), self.last_frames)
@@ -208,7 +213,9 @@ class Intake:
 
     def _state_changed(self, is_connected: bool) -> None:
         self.beside.reactor.refresh()
-        if not is_connected:
+        if is_connected:
+            self.last_frames.try_again()
+        else:
             for proxied in list(self.open.values()):
                 self._guard(proxied, proxied.connection_lost)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from attrs import define, field
 
 from router.headers import Headers
+from router.reactor import Reactor
 from router.wires.nats.broker import Broker, BrokerAway, PayloadTooLarge
 from router.wires.nats.protocol import (
     DATA,
@@ -29,6 +30,8 @@ from router.wires.nats.protocol import (
 HEADER_BYTES = 512
 #: Last frames kept for a broker that is away. Beyond that the oldest requests' routers time out.
 LAST_FRAMES_MAX = 10_000
+#: Between two attempts to send them.
+LAST_AGAIN_SECONDS = 0.5
 #: Of a text for another process: what an engine or a library says may be long.
 TEXT_CHARS_MAX = 2000
 
@@ -39,30 +42,43 @@ class Clogged(Exception):
 
 @define(eq=False)
 class LastFrames:
-    """Last frames that wait for the broker to come back."""
+    """Last frames that wait until the broker takes them; looked at by the reactor's sweeper."""
 
     broker: Broker
+    reactor: Reactor
+    armed_at: float | None = None
     _waiting: deque[tuple[str, bytes, Mapping[str, str]]] = field(
         factory=lambda: deque(maxlen=LAST_FRAMES_MAX)
     )
 
-    def __attrs_post_init__(self) -> None:
-        self.broker.on_state.append(self._state_changed)
-
     def send(self, inbox: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Send now, or when the broker is back; never raises."""
+        """Send now, or when the broker takes it; never raises."""
+        if not self._publish(inbox, payload, headers):
+            self._waiting.append((inbox, payload, headers))
+            self.reactor.sweeper.arm(self, self.reactor.now + LAST_AGAIN_SECONDS)
+
+    def try_again(self) -> None:
+        """Send what waits, as far as the broker takes it."""
+        while self._waiting and self._publish(*self._waiting[0]):
+            self._waiting.popleft()
+
+    def sweep(self, now: float) -> float | None:
+        """Connected again or not, there may be room now; see `Timed`."""
+        self.try_again()
+        return now + LAST_AGAIN_SECONDS if self._waiting else None
+
+    def crashed(self, error: Exception) -> None:
+        """See `Timed`."""
+        self.reactor.report(error)
+
+    def _publish(self, inbox: str, payload: bytes, headers: Mapping[str, str]) -> bool:
         try:
             self.broker.publish(inbox, payload, headers=headers)
         except BrokerAway:
-            self._waiting.append((inbox, payload, headers))
+            return False
         except PayloadTooLarge:
-            pass  # its texts are shorter than anything a server could be set to
-
-    def _state_changed(self, is_connected: bool) -> None:
-        if is_connected:
-            waiting, self._waiting = self._waiting, deque(maxlen=LAST_FRAMES_MAX)
-            for each in waiting:
-                self.send(*each)
+            pass  # no server takes less than these texts have
+        return True
 
 
 @define(eq=False)
