@@ -1,8 +1,8 @@
 """The asyncio thread that speaks NATS: nats-py behind a portal, beside Trio.
 
-The only file that imports nats, asyncio or anyio. Two deques join the threads: orders to this one,
-and what is told to Trio (`Crossing`), each with one wake-up for all that gathers until the other
-side gets to it, and each bounded.
+With `natspy` the only file that imports nats, asyncio or anyio. Two deques join the threads: orders
+to this one, and what is told to Trio (`Crossing`), each with one wake-up for all that gathers until
+the other side gets to it, and each bounded.
 
 A connection is used until its first trouble and then replaced, once a second, by another client;
 nats-py's own reconnecting is off. It would send what it still holds to whoever is there by then
@@ -24,12 +24,12 @@ import nats.errors
 import structlog
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from attrs import define, field
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from router.wires.nats.broker import Message
 from router.wires.nats.crossing import BYTES_MAX, MESSAGES_MAX, Crossing, Heard, Slot
+from router.wires.nats.natspy import FAILURES, NatsClient, dispose, look_at
 
 #: What nats-py may hold of it, unsent.
 UNSENT_BYTES_MAX = 4 << 20
@@ -43,47 +43,10 @@ PONG_SECONDS = 3.0
 #: At the end, for what is still to be sent.
 LAST_WORDS_SECONDS = 1.0
 
+#: The limit for waiting is elsewhere; a wait that nats-py ends would leave a trace in it.
+_FOR_EVER = 86_400
+
 _log = structlog.get_logger("baton")
-
-
-class _Client(Client):
-    """nats-py's client, with three things put right (2.16.0)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost = asyncio.Event()
-
-    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        # The original writes the PING past what is still pending, so that the PONG proves nothing
-        # about it: `flush` and `drain` would return too early. And when somebody has stopped
-        # waiting, it sets the result of a cancelled future, which silently ends the read loop.
-        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if future is not None:
-            pong.add_done_callback(partial(_pass_on, future))
-        self._pongs.append(pong)
-        await self._send_command(b"PING\r\n")
-        await self._flush_pending()
-
-    async def _close(self, status: int, do_cbs: bool = True) -> None:
-        # Told first: closing may hang where the peer does, or fail on the way.
-        self.lost.set()
-        await super()._close(status, do_cbs)
-
-    def watch_reading(self) -> None:
-        """The read loop ends without a word when something unexpected is raised in it."""
-        if self._reading_task is not None:
-            self._reading_task.add_done_callback(lambda _: self.lost.set())
-
-    def abort(self) -> None:
-        """Drop the connection, whatever is still to be sent."""
-        writer = getattr(self._transport, "_io_writer", None)
-        if isinstance(writer, asyncio.StreamWriter):
-            writer.transport.abort()
-
-
-def _pass_on(future: asyncio.Future[bool], pong: asyncio.Future[bool]) -> None:
-    if not future.done() and not pong.cancelled():
-        future.set_result(True)
 
 
 class Owner(Protocol):
@@ -121,7 +84,7 @@ class Publish:
             await far.wait_for_room(client)
         try:
             await client.publish(self.subject, self.payload, self.reply, self.headers)
-        except nats.errors.Error as error:
+        except FAILURES as error:
             far.complain("publish", error)
 
 
@@ -166,14 +129,10 @@ class Flush:
         far.in_background(client.flush(_FOR_EVER) if client else _drain(None), self.slot)
 
 
-#: The limit for waiting is in Trio; a wait that ends here would leave a trace in nats-py.
-_FOR_EVER = 86_400
-
-
 async def _unsubscribe(theirs: NatsSubscription) -> None:
     try:
         await theirs.unsubscribe()
-    except nats.errors.Error:
+    except FAILURES:
         pass
 
 
@@ -193,7 +152,7 @@ class _Far:
     servers: list[str]
     name: str
     orders: deque[Order]
-    client: _Client | None = None
+    client: NatsClient | None = None
     #: Counts connections. What Trio sends is meant for the one it knows.
     life: int = 0
     wanted: dict[int, Heard] = field(factory=dict)
@@ -204,6 +163,8 @@ class _Far:
     wake: asyncio.Event = field(factory=asyncio.Event)
     stop: asyncio.Event = field(factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(factory=set)
+    #: Clients that are being closed.
+    _disposals: set[asyncio.Task[None]] = field(factory=set)
     _has_complained: bool = False
 
     async def run(self) -> None:
@@ -216,17 +177,15 @@ class _Far:
                 each.result()
             await self._last_words()
         finally:
-            for task in (stop, *tasks, *self._tasks):
-                task.cancel()
-            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+            await _cancel({stop, *tasks, *self._tasks})
+            if self._disposals:
+                await asyncio.wait(self._disposals)
 
     async def _last_words(self) -> None:
         if self.client is not None:
-            flushed = asyncio.create_task(self._flush_all(self.client))
-            await asyncio.wait({flushed}, timeout=LAST_WORDS_SECONDS)
-            flushed.cancel()
+            await self._is_done_within(self._flush_all(self.client), LAST_WORDS_SECONDS)
 
-    async def _flush_all(self, client: _Client) -> None:
+    async def _flush_all(self, client: NatsClient) -> None:
         while self.orders:  # noqa: ASYNC110 -- once, at the end
             await asyncio.sleep(0)
         await client.flush(_FOR_EVER)
@@ -246,7 +205,7 @@ class _Far:
                 if not turn % TURN_ORDERS_MAX:
                     await asyncio.sleep(0)
 
-    async def wait_for_room(self, client: _Client) -> None:
+    async def wait_for_room(self, client: NatsClient) -> None:
         """Until the server has taken some of what is unsent, or the connection is another."""
         # nats-py has no event for it.
         while client is self.client and client.pending_data_size > UNSENT_BYTES_MAX:  # noqa: ASYNC110
@@ -263,7 +222,7 @@ class _Far:
         try:
             await work
             is_done = True
-        except (nats.errors.Error, OSError):
+        except FAILURES:
             pass
         finally:
             self.crossing.tell(partial(slot.set, is_done))
@@ -274,36 +233,48 @@ class _Far:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            client = _Client()
+            client = NatsClient()
             try:
                 await self._live(client)
-            except (OSError, nats.errors.Error, ValueError) as error:
-                self.complain("connect", error)
+            except FAILURES as error:
+                self.complain("connection", error)
             finally:
                 self._forget(client)
-                await _dispose(client)
+                disposal = asyncio.create_task(dispose(client))
+                self._disposals.add(disposal)
+                disposal.add_done_callback(self._disposals.discard)
+            await asyncio.wait({disposal})
             await asyncio.sleep(began + RECONNECT_SECONDS - loop.time())
 
-    async def _live(self, client: _Client) -> None:
-        await client.connect(
-            self.servers,
-            name=self.name,
-            error_cb=self._on_error,
-            allow_reconnect=False,
-            # Inside `connect` it goes on trying for ever, one second apart.
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=1,
-            connect_timeout=CONNECT_SECONDS,
-            ping_interval=_FOR_EVER,
-            # Unsent bytes are bounded here: above its own limit nats-py waits in `publish`, and for
-            # ever if the connection is lost meanwhile.
-            pending_size=0,
-            skip_subject_validation=True,
-        )
-        client.watch_reading()
+    async def _connect(self, client: NatsClient) -> None:
+        try:
+            await client.connect(
+                self.servers,
+                name=self.name,
+                error_cb=self._on_error,
+                allow_reconnect=False,
+                # Inside `connect` it goes on trying for ever, one second apart.
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=1,
+                connect_timeout=CONNECT_SECONDS,
+                ping_interval=_FOR_EVER,
+                # Unsent bytes are bounded here: above its own limit nats-py waits in `publish`, and
+                # for ever if the connection is lost meanwhile.
+                pending_size=0,
+                skip_subject_validation=True,
+            )
+        except Exception as error:
+            # Whatever answers there need not be a server, and nats-py raises whatever comes of it.
+            raise nats.errors.Error(f"no connection: {error!r}") from error
+
+    async def _live(self, client: NatsClient) -> None:
+        await self._connect(client)
+        client.watch_loops()
         while missing := [each for each in self.wanted.values() if each.number not in self.theirs]:
             for each in missing:
                 await self.subscribe(client, each)
+            if client.lost.is_set():
+                return
         self.life += 1
         self.client = client
         self._has_complained = False
@@ -312,18 +283,21 @@ class _Far:
             if not await _is_lost_within(client, PING_SECONDS):
                 await self._ping(client)
 
-    async def _ping(self, client: _Client) -> None:
-        flushed = asyncio.create_task(client.flush(_FOR_EVER))
-        lost = asyncio.create_task(client.lost.wait())
-        await asyncio.wait(
-            {flushed, lost}, timeout=PONG_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not flushed.done() or flushed.exception() is not None:
+    async def _ping(self, client: NatsClient) -> None:
+        if not await self._is_done_within(client.flush(_FOR_EVER), PONG_SECONDS):
             client.lost.set()
-        flushed.cancel()
-        lost.cancel()
 
-    def _forget(self, client: _Client) -> None:
+    async def _is_done_within(self, work: Coroutine[None, None, None], seconds: float) -> bool:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(look_at)
+        await asyncio.wait({task}, timeout=seconds)
+        is_done = task.done() and not task.cancelled() and task.exception() is None
+        task.cancel()
+        return is_done
+
+    def _forget(self, client: NatsClient) -> None:
         self.theirs.clear()
         if self.client is client:
             self.client = None
@@ -331,7 +305,7 @@ class _Far:
                 each.cancel()
             self.crossing.tell(self.owner.lost)
 
-    async def subscribe(self, client: _Client, heard: Heard) -> None:
+    async def subscribe(self, client: NatsClient, heard: Heard) -> None:
         """Make it at this connection."""
         if heard.number in self.theirs:
             return
@@ -342,7 +316,7 @@ class _Far:
                 pending_msgs_limit=MESSAGES_MAX,
                 pending_bytes_limit=BYTES_MAX,
             )
-        except nats.errors.Error as error:
+        except FAILURES as error:
             self.complain("subscribe", error)
             client.lost.set()
 
@@ -371,7 +345,7 @@ class _Far:
             self.crossing.tell(partial(_log.warning, "nats_error", place=place, error=repr(error)))
 
 
-async def _is_lost_within(client: _Client, seconds: float) -> bool:
+async def _is_lost_within(client: NatsClient, seconds: float) -> bool:
     try:
         await asyncio.wait_for(client.lost.wait(), seconds)
     except TimeoutError:
@@ -379,15 +353,15 @@ async def _is_lost_within(client: _Client, seconds: float) -> bool:
     return True
 
 
-async def _dispose(client: _Client) -> None:
-    """Close it without waiting for a peer that does not take what is still to be sent."""
-    closing = asyncio.create_task(client.close())
-    try:
-        await asyncio.wait({closing}, timeout=0.5)
-    finally:
-        client.abort()
-        await asyncio.wait({closing}, timeout=0.5)
-        closing.cancel()
+async def _cancel(tasks: set[asyncio.Task[None] | asyncio.Task[bool]]) -> None:
+    """Cancel until they have ended. Once is not enough: `asyncio.wait_for`, on which nats-py
+    rests, drops a cancellation that comes when what it waits for has just failed (Python 3.11)."""
+    while pending := {each for each in tasks if not each.done()}:
+        for each in pending:
+            each.cancel()
+        await asyncio.wait(pending, timeout=0.1)
+    for each in tasks:
+        look_at(each)
 
 
 class NatsThread:
