@@ -143,7 +143,7 @@ class Exchange:
         if connecting:
             leg.worker.probe_soon()
             refusal = Refusal("upstream_unreachable", "The worker cannot be reached.")
-            self.lose(leg, "broke", "leg_lost", Failure(refusal))
+            self.lose(leg, "broke", "leg_lost", Failure(refusal), was_sent=False)
         elif not self._survives(leg, "broke"):
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
@@ -208,13 +208,15 @@ class Exchange:
 
     # What an answer needs
 
-    def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None:
+    def lose(
+        self, leg: Leg, leg_fact: str, fact: str, failure: Failure, *, was_sent: bool = True
+    ) -> None:
         """The leg ended badly: its own fact, then the request's."""
         ticket, moving = self.ticket, self.ticket.moving
         if fact != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
             ticket.tried.add(leg.worker)
             if moving is not None:
-                self._note_break(leg, moving, leg_fact)
+                self._note_break(leg, moving, leg_fact, was_sent=was_sent)
         leg.fire(leg_fact)
         self.give_up(fact, failure)
 
@@ -230,11 +232,10 @@ class Exchange:
         if fact == "rejected" and moving is not None and ticket.state is S.MIGRATING:
             moving.refuse_form()
 
-    def _note_break(self, leg: Leg, moving: Moving, leg_fact: str) -> None:
+    def _note_break(self, leg: Leg, moving: Moving, leg_fact: str, *, was_sent: bool) -> None:
         # A status is an answer, and an abort is orderly: by neither has anybody died.
-        died = (leg_fact == "broke" and leg.state is not LegState.CONNECTING) or (
-            leg_fact == "erred" and leg.is_stream
-        )
+        was_sent = was_sent and leg.state is not LegState.CONNECTING
+        died = (leg_fact == "broke" and was_sent) or (leg_fact == "erred" and leg.is_stream)
         reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
         if self.ticket.state in _MOVABLE:
             moving.lose(leg.worker, last_event_at=leg.last_event_at, died=died, reason=reason)

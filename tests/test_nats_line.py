@@ -306,6 +306,7 @@ async def test_servers_words_are_no_frames(autojump_clock: MockClock) -> None:
 KINDS = (HEAD, DATA, HEARTBEAT, DONE, ERROR, "notice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("is_one_batch", [False, True])
 async def test_any_frames_end_once_and_nothing_follows(
@@ -336,6 +337,7 @@ async def test_any_frames_end_once_and_nothing_follows(
         assert len(it.cancels) == 3 * cancelled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_one_batch", [False, True])
 async def test_lost_doubled_and_late_frames(autojump_clock: MockClock, is_one_batch: bool) -> None:
     """Every way in which up to five of the five frames arrive, each of them at most twice."""
@@ -423,7 +425,7 @@ async def test_a_head_without_a_status_is_broken(autojump_clock: MockClock, stat
         ([b"Internal Server Error"], 500, "whole", b"text/plain; charset=utf-8"),
         ([b"date", b": today"], 500, "whole", b"text/plain; charset=utf-8"),
         ([b"d"], 502, "whole", b"text/plain; charset=utf-8"),
-        ([], 404, "whole", b"text/plain; charset=utf-8"),
+        ([], 404, "whole", b"text/event-stream"),
     ],
 )
 async def test_the_first_data_tells_whether_events_come(
@@ -445,6 +447,19 @@ async def test_the_first_data_tells_whether_events_come(
         assert asked.body == b"".join(pieces)
 
 
+async def test_what_is_compressed_without_saying_how_is_broken(
+    autojump_clock: MockClock,
+) -> None:
+    async with world() as it:
+        for streams in (True, False):
+            asked, sent = await it.begin(streams=streams)
+
+            it.tell(sent, b"\x1f\x8b\x08", {TYPE: DATA})
+            await wait_all_tasks_blocked()
+
+            assert asked.told == ["connected", "broken"]
+
+
 async def test_a_unary_answer_waits_for_its_status(autojump_clock: MockClock) -> None:
     async with world() as it:
         asked, sent = await it.begin(streams=False)
@@ -461,7 +476,14 @@ async def test_a_unary_answer_waits_for_its_status(autojump_clock: MockClock) ->
 
 async def test_a_refusal_of_the_agent_is_a_status(autojump_clock: MockClock) -> None:
     async with world() as it:
-        for status, told in ((400, 400), (413, 413), (429, 429), (503, 503), (502, "broken")):
+        for status, told in (
+            (400, 400),
+            (413, 413),
+            (429, 429),
+            (503, 503),
+            (502, "unreachable"),
+            (500, "broken"),
+        ):
             asked, sent = await it.begin()
 
             it.tell(sent, b"no route to 10.0.0.7", frame_headers(ERROR, 0, status))

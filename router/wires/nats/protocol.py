@@ -48,6 +48,8 @@ DATA = "data"
 HEARTBEAT = "heartbeat"
 DONE = "done"
 ERROR = "error"
+#: The status of an `error` frame that says: the engine could not be reached, and got nothing.
+UNREACHABLE = 502
 #: Nothing that follows one of these counts.
 TERMINAL = frozenset({DONE, ERROR})
 #: What a router of ours asks for.
@@ -256,12 +258,20 @@ def read_request(payload: bytes) -> Request:
     return request
 
 
+#: Headers of one connection, which is not there.
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
+)
+
+
 def _fields(lines: bytes) -> dict[str, str] | None:
     fields: dict[str, str] = {}
     for line in lines.split(b"\r\n"):
         name, colon, value = line.partition(b":")
         if colon:
             key = name.decode("latin-1").lower()
+            if key in _HOP_BY_HOP:
+                continue
             text = value.strip().decode("latin-1")
             fields[key] = f"{fields[key]}, {text}" if key in fields else text
     return fields or None

@@ -28,13 +28,14 @@ from router.wires.nats.protocol import (
     STATUS,
     TERMINAL,
     TYPE,
+    UNREACHABLE,
     answer_headers,
     is_absent,
     is_drain_notice,
     is_stored,
     number,
 )
-from router.wires.nats.sniffing import EVENTS, are_events, headers_of
+from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
 
 if TYPE_CHECKING:
     from router.wires.nats.inbox import Inbox
@@ -352,6 +353,8 @@ class NatsSent:
             self.answered.on_head(200, EVENTS)
             if self.answered is not None:
                 self.answered.on_body(held)
+        elif is_packed(bytes(self._held[:2])):
+            self._fail("an answer is compressed, and does not say how")
         elif len(self._held) > HELD_BYTES_MAX:
             self._fail("an answer without a head is too large")
 
@@ -364,7 +367,7 @@ class NatsSent:
                 self._fail("an end without a status")
                 return
             assert self.answered is not None
-            self.answered.on_head(status, headers_of(held))
+            self.answered.on_head(status, headers_of(held, streams=self._streams))
             if held and self.answered is not None:
                 self.answered.on_body(held)
         if self.answered is not None:
@@ -381,7 +384,8 @@ class NatsSent:
             self._tell_refusal(status)
             return
         detail = message.payload.decode("utf-8", "replace")[:DETAIL_CHARACTERS_MAX]
-        self._last().on_broken(detail, connecting=False)
+        is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
+        self._last().on_broken(detail, connecting=is_unreachable)
 
     def _tell_refusal(self, status: int) -> None:
         """The agent itself has refused it. What it says is for the log: it may hold addresses."""

@@ -11,6 +11,7 @@ from router.headers import Headers
 
 EVENTS: Headers = [(b"content-type", b"text/event-stream")]
 _FIELDS = (b"data", b"event", b"id", b"retry")
+_GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -28,9 +29,14 @@ def are_events(data: bytes) -> bool | None:
     return False
 
 
-def headers_of(body: bytes) -> Headers:
+def is_packed(data: bytes) -> bool:
+    """Whether it is compressed, which nobody asked for; without a head nobody could say how."""
+    return data.startswith(_GZIP)
+
+
+def headers_of(body: bytes, *, streams: bool) -> Headers:
     """The headers that a whole answer without a head is taken to have."""
-    if are_events(body):
+    if are_events(body) or (streams and not body):
         return EVENTS
     is_json = body.lstrip()[:1] in (b"{", b"[")
     return [(b"content-type", b"application/json" if is_json else b"text/plain; charset=utf-8")]
