@@ -225,7 +225,10 @@ class Api:
 
     def _show_registry(self) -> dict[str, object]:
         view = self._house.registry_view()
-        return {} if view is None else {"registry": asdict(view)}
+        if view is None:
+            return {}
+        seconds = round(view.seconds_since_sync, 3)
+        return {"registry": asdict(evolve(view, seconds_since_sync=seconds))}
 
     def _worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
         return 200, _JSON, _ENCODE(_show_worker(self._find(found["id"])))

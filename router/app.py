@@ -129,6 +129,7 @@ class App:
         )
         if self.broker is not None:
             self._wire = self._make_wire(self.broker)
+            self.metrics.follow_nats(self.registry_view)
         self._api = Api(
             house=self,
             fleet=self.fleet,
@@ -153,7 +154,11 @@ class App:
         """The way to a worker, also while its last legs run on after it has left."""
         line = self._lines.get(worker)
         if line is None:
-            line = self._lines[worker] = self._make_line(worker)
+            line = self._make_line(worker)
+            # Registered workers come and go, and what is kept of those that left is never found
+            # again; their lines hold nothing, other than a pool's.
+            if not (worker.is_gone and worker.is_behind_nats):
+                self._lines[worker] = line
         return line
 
     def registry_view(self) -> View | None:
@@ -210,10 +215,13 @@ class App:
             async with trio.open_nursery() as root:
                 self._background_nursery = root
                 root.start_soon(self.reactor.run)
-                if self.broker is not None:
-                    await self._follow_registry(self.broker)
+                if self._wire is not None:
+                    await self._wire.start()
                 for spec in self.settings.workers:
                     self.fleet.add(spec)
+                # After those that the operator named: theirs is the first word on an id.
+                if self._wire is not None:
+                    self._follow_registry(self._wire)
                 async with trio.open_nursery() as front:
                     self._front = front
                     self._fire("listening")
@@ -322,18 +330,15 @@ class App:
             connect_seconds=settings.connect_timeout_secs,
         )
 
-    async def _follow_registry(self, broker: Broker) -> None:
-        assert self._wire is not None
-        await self._wire.start()
+    def _follow_registry(self, wire: NatsWire) -> None:
         self._registry = Registry(
-            broker=broker,
-            bucket=self._wire.names.bucket,
+            broker=wire.broker,
+            bucket=wire.names.bucket,
             fleet=self.fleet,
             engine=self.settings.engine,
             on_bug=self._on_background_bug,
             on_lost=self.metrics.nats_lost,
         )
-        self.metrics.follow_nats(self.registry_view)
         self.spawn(self._registry.run)
 
     # Bugs and bookkeeping

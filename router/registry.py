@@ -65,6 +65,10 @@ class _Followed:
     entry: Entry
     value: bytes
     round: int
+    #: When the worker it is of has last renewed it.
+    renewed_at: float
+    #: The other worker whose place it took.
+    before: Entry | None = None
     #: The worker gets no new requests because this entry says so.
     is_drained_here: bool = False
     #: When it is dropped unless it is renewed.
@@ -228,16 +232,16 @@ class Registry:
             # Somebody renews it, whatever he says.
             followed.round, followed.due = self._round, float("inf")
             if followed.value == value:
+                followed.renewed_at = trio.current_time()
                 return
         try:
             entry = self._read(key, value)
-            if followed is not None and not followed.entry.is_same_worker(entry):
-                self._drop(key, "replaced")
-                followed = None
             if followed is None:
                 self._join(key, entry, value)
-            else:
+            elif followed.entry.is_same_worker(entry):
                 self._change(followed, entry, value)
+            else:
+                self._replace(key, followed, entry, value)
         except BadEntry as problem:
             self._refuse(key, str(problem))
         else:
@@ -258,8 +262,19 @@ class Registry:
         self._refusals[key] = why
         _log.warning("registry", fact="refused", key=key[:128], why=why)
 
-    def _join(self, key: str, entry: Entry, value: bytes) -> None:
-        followed = self._followed[key] = _Followed(entry, value, self._round)
+    def _replace(self, key: str, old: _Followed, entry: Entry, value: bytes) -> None:
+        # A worker that comes back as another has taken its place for good. If the first one goes
+        # on renewing, two agents have the same id: then they must not throw each other out.
+        is_second = old.before is not None and old.before.is_same_worker(entry)
+        if is_second and trio.current_time() - old.renewed_at < TTL_SECONDS:
+            raise BadEntry(f"two agents have the id {entry.id}")
+        self._drop(key, "replaced")
+        self._join(key, entry, value, before=old.entry)
+
+    def _join(self, key: str, entry: Entry, value: bytes, *, before: Entry | None = None) -> None:
+        now = trio.current_time()
+        followed = _Followed(entry, value, self._round, renewed_at=now, before=before)
+        self._followed[key] = followed
         worker = self._worker(entry.id)
         if worker is None:
             worker = self.fleet.add(entry.spec(), Origin.REGISTRY)
@@ -272,6 +287,7 @@ class Registry:
 
     def _change(self, followed: _Followed, entry: Entry, value: bytes) -> None:
         old, followed.entry, followed.value = followed.entry, entry, value
+        followed.renewed_at = trio.current_time()
         worker = self._worker(entry.id)
         if worker is None:
             return  # the operator has removed it: it stays out until it registers anew

@@ -332,6 +332,31 @@ def test_an_id_that_is_said_under_another_key_takes_nobody_s_place() -> None:
     tell(story)
 
 
+def test_two_agents_with_one_id_do_not_throw_each_other_out() -> None:
+    async def story(world: Registered) -> None:
+        router = world.add_router()
+        one = world.add_agent(X)
+        await trio.sleep(SOON)
+        with structlog.testing.capture_logs() as log:
+            world.add_agent(evolve(X, engine="sglang", version="baton 9"))
+            await trio.sleep(60)
+        assert len(router.joined) == 2
+        whys = [line["why"] for line in log if line.get("fact") == "refused"]
+        assert whys == ["two agents have the id x:8000"]
+
+        world.agents[X.id].crash()
+        await trio.sleep(2 * TTL_SECONDS)
+        found = router.worker(X.id)
+        assert found is not None
+        assert found.engine == "vllm"
+
+        one.crash()
+        await trio.sleep(2 * TTL_SECONDS)
+        assert router.fleet.all() == ()
+
+    tell(story)
+
+
 def test_who_learned_more_than_we_know_is_read_all_the_same() -> None:
     async def story(world: Registered) -> None:
         router = world.add_router()

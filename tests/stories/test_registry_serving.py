@@ -188,7 +188,7 @@ def test_workers_over_http_do_not_notice_that_the_broker_is_away() -> None:
         engine = cluster.start_engine("h")
         router = cluster.add_router()
         url = cluster.reach(router, engine)
-        await trio.sleep(0)
+        await trio.lowlevel.checkpoint()
         router.app.fleet.add(WorkerSpec.of(url, id="h"))
         cluster.server.down()
         await trio.sleep(WARM_UP_SECONDS)
@@ -319,7 +319,7 @@ def test_requests_over_http_keep_the_general_deadlines() -> None:
             nats_req_idle_timeout=2.0,
             nats_req_max_duration=3.0,
         )
-        await trio.sleep(0)
+        await trio.lowlevel.checkpoint()
         router.app.fleet.add(WorkerSpec.of(cluster.reach(router, engine), id="h"))
         await trio.sleep(WARM_UP_SECONDS)
         begun = trio.current_time()
