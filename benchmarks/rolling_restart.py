@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from tests.nats_server import NatsServer
 
 from tests.nats import rolling
-from tests.nats.fleet import fleet
+from tests.nats.fleet import fleet, starter
+from tests.nats_server import NatsServer
 
 
 async def run(
     broker: str, directory: Path, *, agents: int, streams: int, tokens: int, window_seconds: float
 ) -> rolling.Rolled:
     """One rolling restart of a fleet of its own."""
-    with fleet(broker, directory, "infera") as processes:
+    with starter() as first, fleet(broker, directory, "infera", first) as processes:
         sims = [processes.sim(f"s{number}") for number in range(agents)]
         return await rolling.roll(
             processes,

@@ -30,7 +30,7 @@ WORKERS = 4
 CLIENTS = 24
 TOKENS = 60
 TOKEN_SECONDS = 0.03
-WINDOW_SECONDS = 0.5
+WINDOW_SECONDS = 1.0
 LEAVING_SECONDS = 5.0
 """Beyond the window: handing back, deregistering, and ending."""
 READY_SECONDS = 30.0
@@ -174,7 +174,8 @@ async def _accepts(broker: str) -> bool:
 async def _start_agent(stage: Stage, name: str) -> Child:
     words = ["agent", "--engine-url", stage.engines[name].url, "--id", name]
     words += ["--nats", stage.broker, "--drain-timeout-secs", str(WINDOW_SECONDS)]
-    return await launch(f"agent of {name}", [*words, "--log-level", "warning"])
+    # It warns while it looks for a broker that has only just been started.
+    return await launch(f"agent of {name}", [*words, "--log-level", "error"])
 
 
 async def _wait_ready(stage: Stage, *names: str) -> None:
@@ -225,8 +226,8 @@ async def _replace(stage: Stage, name: str) -> None:
     back = trio.current_time() - began
     handed = await stage.moved() - moved
     say(
-        f"  {name} had {busy} streams: {handed} handed back and continued elsewhere, the others "
-        f"finished; gone after {took:.2f} s (window {WINDOW_SECONDS} s), back after {back:.2f} s"
+        f"  {name} had {busy:2} streams, {handed:2} were handed back and went on elsewhere; gone "
+        f"after {took:.2f} s (window {WINDOW_SECONDS} s), replaced after {back:.2f} s"
     )
 
 

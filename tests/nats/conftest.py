@@ -21,6 +21,7 @@ class World:
 
     broker: str
     directory: Path
+    starter: f.Starter
     sims: list[f.Process] = Factory(list)
     prefixes: dict[int, str] = Factory(dict)
     """The prefix of a router, by its process id."""
@@ -31,7 +32,7 @@ class World:
         prefix = f"infera{next(_PREFIXES)}"
         directory = self.directory / prefix
         directory.mkdir()
-        with f.fleet(self.broker, directory, prefix) as fleet:
+        with f.fleet(self.broker, directory, prefix, self.starter) as fleet:
             yield fleet
 
 
@@ -44,8 +45,8 @@ def server() -> Iterator[NatsServer]:
 @pytest.fixture(scope="session")
 def world(server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("nats")
-    world = World(server.url, directory)
-    with f.fleet(server.url, directory, "none") as engines:
+    with f.starter() as starter, f.fleet(server.url, directory, "none", starter) as engines:
+        world = World(server.url, directory, starter)
         sims = [engines.sim(f"s{number}") for number in range(ENGINES)]
         world.sims.extend(sim.ready() for sim in sims)
         yield world

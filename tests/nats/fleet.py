@@ -8,10 +8,12 @@ import contextlib
 import http.client
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -31,38 +33,96 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @define(eq=False)
+class Starter:
+    """Forks processes off one that has imported everything already (tests/nats/forking.py)."""
+
+    popen: subprocess.Popen[bytes]
+    pids: queue.Queue[int] = Factory(queue.Queue)
+    codes: dict[int, int] = Factory(dict)
+
+    def start(self, words: Sequence[str], log: Path) -> int:
+        """The process id."""
+        assert self.popen.stdin is not None
+        line = json.dumps({"words": words, "log": str(log)})
+        self.popen.stdin.write(line.encode() + b"\n")
+        self.popen.stdin.flush()
+        return self.pids.get(timeout=READY_SECONDS)
+
+    def listen(self) -> None:
+        """Until it ends; in a thread."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            told = json.loads(line)
+            if "code" in told:
+                self.codes[told["pid"]] = told["code"]
+            else:
+                self.pids.put(told["pid"])
+
+
+@contextlib.contextmanager
+def starter() -> Iterator[Starter]:
+    """Settings for Baton that happen to be in the environment stay outside."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "tests.nats.forking"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    made = Starter(popen)
+    listening = threading.Thread(target=made.listen)
+    listening.start()
+    try:
+        yield made
+    finally:
+        assert popen.stdin is not None
+        popen.stdin.close()
+        popen.wait(10)
+        listening.join()
+        assert popen.stdout is not None
+        popen.stdout.close()
+
+
+@define(eq=False)
 class Process:
     """One process and what it has written so far."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    pid: int
     log: Path
+    starter: Starter
     port: int = 0
 
     @property
-    def pid(self) -> int:
-        return self.popen.pid
+    def code(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self.starter.codes.get(self.pid)
 
     @property
     def is_running(self) -> bool:
-        return self.popen.poll() is None
+        return self.code is None
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """It is gone when this returns."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            assert wait_until(lambda: not self.is_running, 10)
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def terminate(self) -> None:
-        self.popen.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.is_running:
-            self.popen.kill()
-        self.popen.wait()
-
     async def ended(self, seconds: float) -> int:
         """Wait until it has ended by itself; its exit code."""
         await until(lambda: not self.is_running, seconds, self.name)
-        assert self.popen.returncode is not None
-        return self.popen.returncode
+        assert self.code is not None
+        return self.code
 
     def ready(self) -> "Process":
         """Block until the line that says where it listens."""
@@ -94,20 +154,13 @@ class Fleet:
     broker: str
     directory: Path
     prefix: str
+    starter: Starter
     processes: list[Process] = Factory(list)
 
     def start(self, name: str, *words: str) -> Process:
         log = self.directory / f"{name}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
-        with log.open("ab") as output:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "router", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-            )
-        process = Process(name, popen, log)
+        log.touch()
+        process = Process(name, self.starter.start(words, log), log, self.starter)
         self.processes.append(process)
         return process
 
@@ -133,9 +186,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(broker: str, directory: Path, prefix: str) -> Iterator[Fleet]:
+def fleet(broker: str, directory: Path, prefix: str, starter: Starter) -> Iterator[Fleet]:
     """Ends all its processes on the way out."""
-    made = Fleet(broker, directory, prefix)
+    made = Fleet(broker, directory, prefix, starter)
     try:
         yield made
     finally:

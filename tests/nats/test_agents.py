@@ -153,7 +153,7 @@ async def test_a_full_worker_is_passed_by_and_a_full_fleet_says_so(world: World)
     assert check_honest(late, right[4:]) == 2
 
 
-def busy(router: f.Process, worker_id: str) -> f.Json:
+def busy(router: f.Process, worker_id: str) -> object:
     return f.workers(router)[worker_id]["inflight"]
 
 

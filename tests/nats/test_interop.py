@@ -5,7 +5,6 @@ required, or sent without having been asked for, fails here.
 """
 
 import json
-import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -265,7 +264,7 @@ async def test_an_agent_that_drains_hands_an_old_client_what_it_may(
     await f.until(lambda: min(len(each.frames) for each in (movable, bound, quick)) > 1, 5)
 
     started = trio.current_time()
-    tended.agent.popen.send_signal(signal.SIGTERM)
+    tended.agent.terminate()
 
     assert (await ended(quick)).status == 200, "the window was long enough for it"
     assert ((await ended(movable)).error or b"").startswith(DRAINING)
