@@ -12,6 +12,7 @@ import trio
 
 from router.agent.proxied import Proxied
 from router.agent.replies import HEADER_BYTES, Replies
+from router.wires.nats.broker import BrokerAway
 from tests.agents import ASK_ALL, HOST, PORT, Stage, play
 
 #### Answers
@@ -344,6 +345,51 @@ def test_an_old_router_s_stream_ends_when_a_frame_may_be_lost() -> None:
         await asked.wait_over()
 
         # It could not have told a hole from an answer.
+        assert asked.ending == "error"
+
+    play(story)
+
+
+@pytest.mark.parametrize("accept", ["", ASK_ALL])
+def test_a_frame_that_is_lost_with_the_connection_is_no_whole_answer(accept: str) -> None:
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(8, accept=accept, fault="pause,after_events=4,seconds=5")
+        await asked.wait_frames(3 + bool(accept))
+        stage.server.stall()
+        await trio.sleep(0.15)
+        stage.server.cut(stage.broker)
+        stage.server.go_on()
+        await trio.sleep(1.0)
+        # Nothing had to be sent meanwhile.
+        stage.server.mend(stage.broker)
+        await asked.wait_over()
+
+        numbers = [each.seq for each in asked.frames]
+        assert numbers != list(range(len(numbers)))
+        assert asked.ending == ("done" if accept else "error")
+
+    play(story, is_lossy=True)
+
+
+def test_a_last_frame_waits_for_a_broker_that_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when more waits to be sent than the buffer holds: the connection itself never goes."""
+
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(20)
+        await asked.wait_frames(4)
+
+        def full(*_: object, **__: object) -> None:
+            raise BrokerAway("the buffer is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.broker, "publish", full)
+            await trio.sleep(1.0)
+            assert stage.engine.inflight == 0
+            assert asked.ending == "nothing"
+        await asked.wait_over(1.0)
+
         assert asked.ending == "error"
 
     play(story)
