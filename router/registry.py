@@ -36,6 +36,8 @@ CHANGES_AT_ONCE = 50
 ANSWER_SECONDS = 2.0
 #: Not having heard the broker for so long, renewals may have been missed.
 BLIND_SECONDS = 2 * RENEW_SECONDS + ANSWER_SECONDS
+#: A registry that cannot be read for so long is complained of, once.
+COMPLAIN_SECONDS = TTL_SECONDS
 #: An entry that has expired is looked at again after this: its renewal may be on its way.
 SECOND_LOOK_SECONDS = 0.5
 
@@ -99,6 +101,7 @@ class Registry:
     _heard_at: float = field(init=False, factory=trio.current_time)
     _grace_until: float = field(init=False, default=0.0)
     _beat_at: float = field(init=False, default=0.0)
+    _has_complained: bool = field(init=False, default=False)
 
     @property
     def view(self) -> View:
@@ -182,6 +185,7 @@ class Registry:
         if self._round:
             self._grace_until = now + TTL_SECONDS
         self.is_synced = True
+        self._has_complained = False
         self._heard_at = now
         for followed in self._followed.values():
             if followed.round != self._round:
@@ -207,9 +211,20 @@ class Registry:
         if is_there and self.is_synced and not self._changes:
             self._hear()
             await self._drop_overdue(asked_at)
+        if not self.is_synced and asked_at - self._heard_at >= COMPLAIN_SECONDS:
+            self._complain()
         nearest = min((each.due for each in self._followed.values()), default=float("inf"))
         now = trio.current_time()
         self._beat_at = min(asked_at + RENEW_SECONDS, max(nearest, now + SECOND_LOOK_SECONDS))
+
+    def _complain(self) -> None:
+        if self._has_complained:
+            return
+        self._has_complained = True
+        why = "the broker is there, but not the registry: is JetStream on, and permitted?"
+        if not self.broker.is_connected:
+            why = "the broker is away"
+        _log.warning("registry", fact="unreadable", why=why, bucket=self.bucket)
 
     async def _drop_overdue(self, moment: float) -> None:
         left = [key for key, each in self._followed.items() if each.due <= moment]

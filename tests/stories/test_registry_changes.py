@@ -44,6 +44,8 @@ CHANGES: dict[str, Entry] = {
 }
 #: Only another process can have said so.
 ANOTHER = {"engine", "version", "role", "group", "bootstrap"}
+#: Each differs from another kind in nothing but the field; once each is enough.
+ALIKE = {"context_length", "role", "group", "bootstrap"}
 KINDS = ("join", "leave", "crash", "undrain", "return", "return_as_another", *CHANGES)
 
 
@@ -95,8 +97,8 @@ OUTAGES = (
     ),
 )
 BEGIN = 6.0
-#: Shorter than a TTL, longer, and long enough for every entry to have expired twice.
-LENGTHS = (5.0, 12.0, 25.0)
+#: Shorter than a TTL, and long enough for every entry to have expired twice.
+LENGTHS = (5.0, 25.0)
 #: Renewals go out at even seconds; nothing here is to happen at the same moment as one.
 SHIFT = 0.3
 
@@ -112,8 +114,15 @@ def moments(length: float) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: outage.name)
+@pytest.mark.parametrize(
+    ("outage", "kind"),
+    [
+        pytest.param(outage, kind, id=f"{outage.name}-{kind}")
+        for outage in OUTAGES
+        for kind in KINDS
+        if outage.name == "none" or kind not in ALIKE
+    ],
+)
 def test_every_change_at_every_moment(kind: str, outage: Outage) -> None:
     for length in LENGTHS[:1] if outage.name == "none" else LENGTHS:
         for name, moment in moments(length).items():

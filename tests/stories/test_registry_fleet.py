@@ -368,6 +368,24 @@ def test_who_learned_more_than_we_know_is_read_all_the_same() -> None:
     tell(story)
 
 
+def test_a_registry_that_cannot_be_read_is_complained_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As a server without JetStream: it is there, and never tells an entry.
+    monkeypatch.setattr("tests.memory_broker.MemoryWatch.begin", lambda _: None)
+
+    async def story(world: Registered) -> None:
+        world.add_router()
+        await trio.sleep(60)
+        world.server.down()
+        await trio.sleep(60)
+
+    with structlog.testing.capture_logs() as log:
+        tell(story)
+    (line,) = [line for line in log if line.get("fact") == "unreadable"]
+    assert "is JetStream on" in line["why"]
+
+
 #### Many
 
 
