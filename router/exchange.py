@@ -152,16 +152,21 @@ class Exchange:
         if not self._survives(leg, "handed_back"):
             self.lose(leg, "handed_back", "handed_back", Failure(_shutting_down()))
 
+    def on_leg_full(self, leg: Leg) -> None:
+        message = "Too many requests wait at the worker."
+        refusal = Refusal("queue_full", message, retry_after=1)
+        self.lose(leg, "backpressure", "overloaded", Failure(refusal))
+
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
         """No verdict on anybody: another form of it, or a worker that is reached by another way."""
         moving = self.ticket.moving
+        if moving is not None and moving.can_rephrase:
+            self.refuse_unfaithful(leg)
+            return
+        self.ticket.tried.add(leg.worker)
         failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
         if self.ticket.state is S.RESUMING:
             failure = Failure(broken())  # what is too large is not what the client wrote
-        if moving is not None and moving.can_rephrase:
-            moving.refuse_form()
-        else:
-            self.ticket.tried.add(leg.worker)
         leg.fire("handed_back")
         self.fire("handed_back", failure)
 
@@ -243,7 +248,7 @@ class Exchange:
                 leg.stream_outcome = "migrated"
 
     def refuse_unfaithful(self, leg: Leg) -> None:
-        """The worker went on with something else than it was sent: its form is not understood."""
+        """This form will not do: the worker went on with something else, or never got it."""
         self.lose(leg, "let_go", "rejected", Failure(broken()))
 
     def hand_back(self, leg: Leg) -> None:

@@ -34,6 +34,9 @@ class LegOwner(Protocol):
     def on_leg_handed_back(self, leg: Leg) -> None:
         """The draining worker returned the request unfinished."""
 
+    def on_leg_full(self, leg: Leg) -> None:
+        """The worker's queue holds all that it may, which is as good as its own 429."""
+
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
         """What was to be sent is more than the wire to this worker takes (bytes)."""
 
@@ -202,6 +205,11 @@ class Leg:
     def on_handed_back(self) -> None:
         if self.is_open:
             self.owner.on_leg_handed_back(self)
+
+    def on_full(self) -> None:
+        if self.is_open:
+            self.fire("head_arrived")
+            self.owner.on_leg_full(self)
 
     def on_too_large(self, limit: int) -> None:
         if self.is_open:

@@ -22,6 +22,8 @@ from tests.memory_broker import MemoryBroker
 
 HEARTBEAT_SECONDS = 2.0
 READ_BYTES = 65536
+#: What the headers of a frame take at most.
+HEADERS_BYTES = 200
 NOTICE = b"infera: worker draining"
 
 Dial = Callable[[], MemoryStream]
@@ -210,7 +212,9 @@ class Peer:
                     carried = {name: found[name] for name in named if name in found}
                     running.say("head", status=str(status), **carried)
             elif isinstance(event, h11.Data):
-                running.say("data", bytes(event.data))
+                size = self.broker.max_payload - HEADERS_BYTES
+                for start in range(0, len(event.data), size):
+                    running.say("data", bytes(event.data[start : start + size]))
             elif isinstance(event, h11.EndOfMessage):
                 if connection.trailing_data[0]:
                     running.say("error", b"bytes after the end of the answer")

@@ -76,6 +76,9 @@ class Asked:
     def on_handed_back(self) -> None:
         self._note("handed back")
 
+    def on_full(self) -> None:
+        self._note("full")
+
     def on_too_large(self, limit: int) -> None:
         self._note("too large", limit)
 

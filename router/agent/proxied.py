@@ -176,6 +176,9 @@ class Proxied:
     def on_handed_back(self) -> None:
         raise AssertionError("an engine hands nothing back")
 
+    def on_full(self) -> None:
+        raise AssertionError("HTTP has no queue")
+
     def on_too_large(self, limit: int) -> None:
         raise AssertionError("HTTP has no such limit")
 

@@ -162,6 +162,11 @@ class Prefill:
         refusal = Refusal("shutting_down", "The prefill worker is shutting down.")
         self._conclude(self._held or Verdict("handed_back", "gave_up", Failure(refusal)))
 
+    def on_leg_full(self, leg: Leg) -> None:
+        message = "Too many requests wait at the prefill worker."
+        refusal = Refusal("queue_full", message, retry_after=1)
+        self._conclude(Verdict("backpressure", "backpressure", Failure(refusal)))
+
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
         refusal = Refusal("body_too_large", f"The request is larger than {limit} bytes.")
         leg.let_go("aborted")

@@ -71,6 +71,9 @@ class _Inbox(httpx.AsyncByteStream):
     def on_handed_back(self) -> None:
         self._fail(httpx.RemoteProtocolError("handed back", request=self.request))
 
+    def on_full(self) -> None:
+        self._fail(httpx.RemoteProtocolError("its queue is full", request=self.request))
+
     def on_too_large(self, limit: int) -> None:
         message = f"more than {limit} bytes"
         self._fail(httpx.LocalProtocolError(message, request=self.request))

@@ -40,6 +40,9 @@ class Answered(Protocol):
     def on_handed_back(self) -> None:
         """The worker drains and returned the request unfinished."""
 
+    def on_full(self) -> None:
+        """The worker's queue holds all that it may; it has got nothing."""
+
     def on_too_large(self, limit: int) -> None:
         """What was to be sent is more than the wire takes (bytes); nobody has got any of it."""
 

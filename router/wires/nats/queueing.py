@@ -14,7 +14,6 @@ import structlog
 import trio
 from attrs import define, field
 
-from router.errors import Refusal
 from router.wires.nats.broker import (
     BrokerAway,
     BrokerError,
@@ -91,7 +90,7 @@ class Queueing:
             made = Waiting(self.queue, token_of(worker_id), self.pending_max)
             waiting = self._waiting[worker_id] = made
         if waiting.is_known_full(self.inbox.reactor.now):
-            sent.refuse(_full())
+            sent.meet_full_queue()
             return
         there = waiting
 
@@ -109,7 +108,7 @@ class Queueing:
         if sent.is_over:
             return
         if not has_place:
-            self._tell(sent, lambda sent: sent.refuse(_full()))
+            self._tell(sent, NatsSent.meet_full_queue)
             return
         # From here on it may be stored, so whoever gives it up has it cancelled.
         sent.is_published = True
@@ -117,7 +116,7 @@ class Queueing:
         try:
             await self.queue.publish(subject, payload, headers=headers)
         except QueueFull:
-            self._tell(sent, lambda sent: sent.refuse(_full()))
+            self._tell(sent, NatsSent.meet_full_queue)
         except PayloadTooLarge as error:
             limit = error.limit
             self._tell(sent, lambda sent: sent.meet_limit(limit))
@@ -131,7 +130,3 @@ class Queueing:
             self.inbox.reactor.begin_batch()
             self.inbox.guard(sent, tell)
             self.inbox.reactor.end_batch()
-
-
-def _full() -> Refusal:
-    return Refusal("queue_full", "Too many requests wait at the worker.", retry_after=1)

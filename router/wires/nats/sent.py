@@ -45,6 +45,8 @@ PAUSED_BYTES_MAX = 4 * 1024 * 1024
 HELD_BYTES_MAX = 64 * 1024 * 1024
 #: So much of what was kept is told at once.
 TOLD_BYTES = 256 * 1024
+#: A broker that is away may come back, and nothing may be lost; so much longer is waited for it.
+AWAY_SECONDS = 10.0
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
 #: A silence is looked at twice: this process itself may have stood still, and frames be waiting.
@@ -158,16 +160,12 @@ class NatsSent:
 
     # What becomes of the request before any frame
 
-    def refuse(self, refusal: Refusal) -> None:
-        """It was not sent: there is no room for it. Told as the worker's own answer."""
-        answered = self._finish()
-        if answered is not None:
+    def meet_full_queue(self) -> None:
+        """It was not sent: there is no room for it."""
+        if self._finish() is not None:
+            answered = self._last()
             answered.on_connected()
-            answered.on_head(refusal.status, refusal.headers())
-        if self.answered is not None:
-            self.answered.on_body(refusal.body())
-        if self.answered is not None:
-            self._last().on_end()
+            answered.on_full()
 
     def meet_limit(self, limit: int) -> None:
         """It was not sent: the server would close the connection for a message of this size."""
@@ -440,12 +438,12 @@ class NatsSent:
         until = self._heard_at + HEARTBEAT_LOST_SECONDS
         if now < until:
             return until
-        if not self.inbox.is_connected:
-            return now + HEARTBEAT_LOST_SECONDS  # nobody can be heard
+        if not self.inbox.is_connected and now < until + AWAY_SECONDS:
+            return until + AWAY_SECONDS  # nobody can be heard, but the broker may come back
         if self._looked_at <= self._heard_at:
             self._looked_at = now
             return now + SECOND_LOOK_SECONDS
-        if self._is_beating:
+        if self._is_beating and self.inbox.is_connected:
             self._fail("the agent is silent")
         else:
             self.miss("no frame since some may have been lost")
