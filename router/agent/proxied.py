@@ -22,6 +22,7 @@ from router.wires.nats.broker import Job
 from router.wires.nats.protocol import (
     HEARTBEAT,
     HEARTBEAT_SECONDS,
+    UNREACHABLE,
     NotARequest,
     Request,
     read_request,
@@ -34,8 +35,8 @@ _log = structlog.get_logger("baton")
 #: The status of an error frame, by the fact that ended the request. Infera's have none.
 STATUSES = {
     "malformed": 400,
-    "broke": 502,
-    "clogged": 502,
+    "broke": 500,  # but UNREACHABLE where the engine got nothing
+    "clogged": 500,
     "stalled": 504,
     "overdue": 504,
     "window_over": 503,
@@ -171,7 +172,7 @@ class Proxied:
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         self.beside.engine_broke()
         what = "the engine cannot be reached" if connecting else "the engine broke off"
-        self._end("broke", f"{what}: {detail}")
+        self._end("broke", f"{what}: {detail}", UNREACHABLE if connecting else None)
 
     def on_handed_back(self) -> None:
         raise AssertionError("an engine hands nothing back")
@@ -254,7 +255,7 @@ class Proxied:
             return False
         return True
 
-    def _end(self, fact: str, detail: str) -> None:
+    def _end(self, fact: str, detail: str, status: int | None = None) -> None:
         self.detail = detail
         edge = HANDBACK.fire(self, fact)
         assert "engine" in edge.leaves
@@ -263,7 +264,7 @@ class Proxied:
             sent.close()
         last = LAST_FRAMES[self.state]
         if last == "error":
-            self.replies.error(detail, STATUSES[fact])
+            self.replies.error(detail, status or STATUSES[fact])
         elif last == "notice":
             self.replies.notice()
         if self.job is not None:

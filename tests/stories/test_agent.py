@@ -284,7 +284,7 @@ def test_an_engine_that_breaks_off_is_an_error(fault: str, before: list[str]) ->
 
         assert asked.kinds == [*before, "error"]
         assert asked.last is not None
-        assert asked.last.status == 502
+        assert asked.last.status == 500
 
     play(story)
 
