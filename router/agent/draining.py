@@ -46,6 +46,7 @@ class Drain:
     registration: Registration
     broker: Broker
     window_seconds: float
+    _door_closed: trio.Event = field(init=False, factory=trio.Event)
 
     async def run(self) -> None:
         """Drain; returns when nothing is open. Cancelling leaves what is open to `Intake.stop`."""
@@ -53,15 +54,23 @@ class Drain:
         await self.registration.leave(LEAVE_SECONDS)
         with trio.move_on_at(min(until, trio.current_time() + HEARD_SECONDS)):
             await trio.sleep_forever()
-        if await self._empty_queue(until):
-            await self.intake.close_door(DOOR_SECONDS)
-        with trio.move_on_at(until):
-            await self.intake.wait_empty()
-        self.intake.hand_back()
+        is_empty = await self._empty_queue(until)
+        async with trio.open_nursery() as nursery:
+            if is_empty:
+                nursery.start_soon(self._close_door)
+            # The end of the window does not wait for a server that is slow to close the door.
+            with trio.move_on_at(until):
+                await self._door_closed.wait()
+                await self.intake.wait_empty()
+            self.intake.hand_back()
         await self._hand_back_queue()
         await self.broker.flush(FLUSH_SECONDS)
         with trio.move_on_after(FLUSH_SECONDS):
             await self.intake.forget_queue()
+
+    async def _close_door(self) -> None:
+        await self.intake.close_door(DOOR_SECONDS)
+        self._door_closed.set()
 
     async def _empty_queue(self, until: float) -> bool:
         """Whether the work queue has handed out all; one that cannot be read counts as empty."""

@@ -9,6 +9,7 @@ import trio
 
 from router.agent.draining import HEARD_SECONDS
 from tests.agents import ASK_ALL, NAMES, Asked, Stage, play
+from tests.memory_broker import MemoryConsumption
 
 WINDOW: Mapping[str, object] = {"drain_timeout_secs": 3.0}
 AT_ONCE: Mapping[str, object] = {"drain_timeout_secs": 0.0}
@@ -468,6 +469,36 @@ def test_a_queue_that_cannot_be_emptied_is_handed_back() -> None:
         assert not stage.server.streams[NAMES.stream].durables
 
     play(story, settings=QUEUED)
+
+
+@pytest.mark.parametrize("window", [0.0, 1.0])
+def test_the_end_of_a_window_does_not_wait_for_a_door_that_is_slow_to_close(
+    window: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer waits until what it has asked for last has come to nothing."""
+    drain = MemoryConsumption.drain
+
+    async def slow(self: MemoryConsumption, seconds: float) -> bool:
+        await trio.sleep(1.9)
+        return await drain(self, seconds)
+
+    monkeypatch.setattr(MemoryConsumption, "drain", slow)
+
+    async def story(stage: Stage) -> None:
+        running, late = await stage.store(200), stage.expect("_INBOX.late")
+        await running.wait_frames(3)
+        began = stage.now
+        stage.agent.ask_to_stop()
+        await trio.sleep(window + 0.5)
+        await stage.store(4, inbox="_INBOX.late")
+        await stage.wait_stopped()
+
+        assert running.last is not None
+        assert running.ending == "notice"
+        assert running.last.at == pytest.approx(began + window, abs=0.01)
+        assert late.ending == "notice"
+
+    play(story, settings={"nats_req_max_pending": 4, "drain_timeout_secs": window})
 
 
 def test_what_is_stored_as_the_door_closes_is_not_left_behind() -> None:
