@@ -6,6 +6,7 @@ import json
 
 import pytest
 import trio
+import trio.testing
 
 from router.worker import Origin
 from router.workerspec import WorkerSpec
@@ -188,7 +189,7 @@ def test_workers_over_http_do_not_notice_that_the_broker_is_away() -> None:
         engine = cluster.start_engine("h")
         router = cluster.add_router()
         url = cluster.reach(router, engine)
-        await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()
         router.app.fleet.add(WorkerSpec.of(url, id="h"))
         cluster.server.down()
         await trio.sleep(WARM_UP_SECONDS)
@@ -319,7 +320,7 @@ def test_requests_over_http_keep_the_general_deadlines() -> None:
             nats_req_idle_timeout=2.0,
             nats_req_max_duration=3.0,
         )
-        await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()
         router.app.fleet.add(WorkerSpec.of(cluster.reach(router, engine), id="h"))
         await trio.sleep(WARM_UP_SECONDS)
         begun = trio.current_time()
