@@ -7,6 +7,7 @@ leaves, and soon after the outage every router sees what is true.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from random import Random
 
 import pytest
 import trio
@@ -211,3 +212,61 @@ def assert_true(kind: str, router: Router, before: object) -> None:
         assert worker is not before
     elif kind in CHANGES:
         assert worker is before
+
+
+#### By luck
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_in_whatever_order_the_end_is_true(seed: int) -> None:
+    luck = Random(seed)
+
+    async def play(world: Registered) -> None:
+        one, other = world.add_router(), world.add_router()
+        alive: dict[str, Entry] = {}
+        outage: Outage | None = None
+        for _ in range(60):
+            await trio.sleep(luck.choice((0.01, 0.3, 1.7, 4.1, 11.3)))
+            if luck.random() < 0.3:
+                if outage is not None:
+                    outage.end(world)
+                outage = luck.choice(OUTAGES[1:]) if outage is None else None
+                if outage is not None:
+                    outage.begin(world)
+            else:
+                await change_somebody(world, alive, luck)
+        if outage is not None:
+            outage.end(world)
+        await trio.sleep(2 * TTL_SECONDS + 3 * RENEW_SECONDS)
+
+        for router in (one, other):
+            assert {each.id for each in router.fleet.all()} == set(alive)
+            for worker in router.fleet.all():
+                entry = alive[worker.id]
+                assert (worker.engine, worker.models) == (entry.engine, entry.models)
+                assert (worker.state is WorkerState.DRAINING) == entry.is_draining
+        assert one.shown() == other.shown()
+
+    tell(play)
+
+
+async def change_somebody(world: Registered, alive: dict[str, Entry], luck: Random) -> None:
+    id = f"w{luck.randrange(4)}:8000"
+    if id not in alive:
+        alive[id] = evolve(X, id=id, version=f"baton {luck.randrange(3)}")
+        world.add_agent(alive[id])
+    elif (what := luck.randrange(4)) == 0:
+        del alive[id]
+        world.agents[id].crash()
+    elif what == 1:
+        del alive[id]
+        world.nursery.start_soon(world.agents[id].leave)
+    else:
+        alive[id] = evolve(
+            alive[id],
+            is_draining=luck.random() < 0.5,
+            models=luck.choice((("m",), ("m", "n"))),
+            engine=luck.choice(("vllm", "vllm", "sglang")),
+        )
+        world.agents[id].become(alive[id])

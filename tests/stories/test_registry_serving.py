@@ -214,6 +214,21 @@ def test_a_router_that_has_nobody_says_how_long_it_has_heard_nothing() -> None:
     run(story)
 
 
+def test_who_is_named_and_registered_before_the_start_is_the_operator_s() -> None:
+    async def story(cluster: Cluster) -> None:
+        cluster.add_agent("w1", agent={"group": "theirs"})
+        await trio.sleep(WARM_UP_SECONDS)
+        router = cluster.add_router(worker_urls=(WorkerSpec.parse("nats:w1,group=mine"),))
+        await trio.sleep(WARM_UP_SECONDS)
+
+        worker = router.worker("w1")
+        assert worker is not None
+        assert (worker.origin, worker.group) == (Origin.STATIC, "mine")
+        assert facts(await router.complete()) == (200, True)
+
+    run(story)
+
+
 #### The worker API
 
 
