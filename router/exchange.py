@@ -18,6 +18,9 @@ from router.answering import (
     StreamAnswering,
     WholeAnswering,
     broken,
+    crowded,
+    leaving,
+    unreachable,
 )
 from router.calls import Call
 from router.clocks import Clocks, is_due
@@ -142,20 +145,17 @@ class Exchange:
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if connecting:
             leg.worker.probe_soon()
-            refusal = Refusal("upstream_unreachable", "The worker cannot be reached.")
-            self.lose(leg, "broke", "leg_lost", Failure(refusal), was_sent=False)
+            self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
         elif not self._survives(leg, "broke"):
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
 
     def on_leg_handed_back(self, leg: Leg) -> None:
         if not self._survives(leg, "handed_back"):
-            self.lose(leg, "handed_back", "handed_back", Failure(_shutting_down()))
+            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
 
     def on_leg_full(self, leg: Leg) -> None:
-        message = "Too many requests wait at the worker."
-        refusal = Refusal("queue_full", message, retry_after=1)
-        self.lose(leg, "backpressure", "overloaded", Failure(refusal))
+        self.lose(leg, "backpressure", "overloaded", Failure(crowded()))
 
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
         """No verdict on anybody: another form of it, or a worker that is reached by another way."""
@@ -171,13 +171,9 @@ class Exchange:
         self.fire("handed_back", failure)
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
-        if self._survives(leg, "let_go"):
-            return
-        if leg.state is LegState.CONNECTING:
-            failure = Failure(Refusal("upstream_unreachable", "The worker cannot be reached."))
-        else:
-            failure = Failure(broken())
-        self.lose(leg, "let_go", "leg_lost", failure)
+        if not self._survives(leg, "let_go"):
+            refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
+            self.lose(leg, "let_go", "leg_lost", Failure(refusal))
 
     def _survives(self, leg: Leg, leg_fact: str) -> bool:
         return self._answering is not None and self._answering.survives(leg_fact)
@@ -257,7 +253,7 @@ class Exchange:
             self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
         )
         if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
-            self.lose(leg, "handed_back", "handed_back", Failure(_shutting_down()))
+            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""
@@ -459,7 +455,3 @@ class Exchange:
         else:
             ticket.status = failure.refusal.status
             channel.refuse(failure.refusal, ticket.id)
-
-
-def _shutting_down() -> Refusal:
-    return Refusal("shutting_down", "The worker is shutting down.")

@@ -15,6 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from router.headers import Headers
 from router.reactor import Reactor
 from router.wires.nats.broker import Message
+from router.wires.nats.kept import PAUSED_BYTES_MAX
 from router.wires.nats.line import NatsLine, NatsWire
 from router.wires.nats.protocol import (
     CANCEL_SECONDS,
@@ -34,7 +35,7 @@ from router.wires.nats.protocol import (
     frame_headers,
     head_headers,
 )
-from router.wires.nats.sent import PAUSED_BYTES_MAX, NatsSent
+from router.wires.nats.sent import NatsSent
 from tests.memory import MemoryNetwork
 from tests.memory_broker import MemoryBroker, MemoryServer
 

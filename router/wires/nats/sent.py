@@ -9,13 +9,13 @@ nobody could hold the agent back. Whoever gives up an answer that is not over ha
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from router.errors import Refusal
 from router.wires.line import Answered
 from router.wires.nats.broker import Message
+from router.wires.nats.kept import Kept
 from router.wires.nats.protocol import (
     DATA,
     DONE,
@@ -40,11 +40,8 @@ from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
 if TYPE_CHECKING:
     from router.wires.nats.inbox import Inbox
 
-#: What may wait for a slow client, or for the status of an answer without a head.
-PAUSED_BYTES_MAX = 4 * 1024 * 1024
+#: What may wait for the status of an answer without a head.
 HELD_BYTES_MAX = 64 * 1024 * 1024
-#: So much of what was kept is told at once.
-TOLD_BYTES = 256 * 1024
 #: A broker that is away may come back, and nothing may be lost; so much longer is waited for it.
 AWAY_SECONDS = 10.0
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
@@ -68,7 +65,6 @@ class NatsSent:
         "_is_numbered",
         "_is_paused",
         "_kept",
-        "_kept_bytes",
         "_leaves_at",
         "_looked_at",
         "_passes",
@@ -123,8 +119,7 @@ class NatsSent:
         self._passes = False
         #: The beginning of an answer without a head.
         self._held = bytearray()
-        self._kept: deque[tuple[str, Message]] = deque()
-        self._kept_bytes = 0
+        self._kept = Kept()
         self._leaves_at: float | None = None
         self.reply = inbox.open(self)
 
@@ -292,27 +287,19 @@ class NatsSent:
             self._tell(kind, message)
 
     def _keep(self, kind: str, message: Message) -> None:
-        self._kept.append((kind, message))
-        self._kept_bytes += len(message.payload)
+        has_room = self._kept.put(kind, message)
         if kind in TERMINAL:
             self._finish()
-        elif self._kept_bytes > PAUSED_BYTES_MAX:
+        elif not has_room:
             self.miss("the client is slow, and more waits for it than is kept")
 
     def _tell_kept(self) -> None:
         while self._kept and not self._is_paused and self.answered is not None:
-            kind, message = self._kept.popleft()
-            if kind == DATA and self._has_head:
-                pieces = [message.payload]
-                size = len(message.payload)
-                while self._kept and self._kept[0][0] == DATA and size < TOLD_BYTES:
-                    pieces.append(self._kept.popleft()[1].payload)
-                    size += len(pieces[-1])
-                self._kept_bytes -= size
-                self.answered.on_body(b"".join(pieces))
-            else:
-                self._kept_bytes -= len(message.payload)
-                self._tell(kind, message)
+            data = self._kept.take_data() if self._has_head else None
+            if data is None:
+                self._tell(*self._kept.take())
+            elif data:
+                self.answered.on_body(data)
         self._passes = self._has_head and not self._is_paused and not self._kept
 
     # What it means
