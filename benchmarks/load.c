@@ -1,7 +1,7 @@
 /* A closed-loop load client: N keep-alive connections, each sends its next request when the answer
  * to the last one is complete.
  *
- *   load PORT CONNECTIONS unary|stream TOKENS PROMPT_BYTES RAMP WARM WINDOW
+ *   load PORT CONNECTIONS unary|stream TOKENS PROMPT_BYTES RAMP WARM WINDOW [MODEL]
  *
  * The connections are opened evenly over RAMP seconds (so that paced streams are spread over their
  * period), WARM further seconds pass, then WINDOW seconds are measured. Prints `open` when the
@@ -66,11 +66,11 @@ static long percentile(const struct histogram *h, double share) {
 
 /* --- requests ----------------------------------------------------------------------------- */
 
-static void write_request(long tokens, int prompt_bytes) {
+static void write_request(long tokens, int prompt_bytes, const char *model) {
     static const char filler[] = "lorem ipsum ";
-    char *body = malloc(prompt_bytes + 512);
+    char *body = malloc(prompt_bytes + strlen(model) + 512);
     if (body == NULL) die("malloc");
-    int length = sprintf(body, "{\"model\":\"m\",\"messages\":[{\"role\":\"user\",\"content\":\"");
+    int length = sprintf(body, "{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"", model);
     for (int i = 0; i < prompt_bytes; i++) body[length++] = filler[i % (sizeof filler - 1)];
     length += sprintf(body + length, "\"}],\"max_tokens\":%ld,\"temperature\":0.7%s}", tokens,
                       streams ? ",\"stream\":true" : "");
@@ -251,7 +251,7 @@ static void report(double seconds) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 9) return fprintf(stderr, "usage: see the top of load.c\n"), 2;
+    if (argc != 9 && argc != 10) return fprintf(stderr, "usage: see the top of load.c\n"), 2;
     int count = atoi(argv[2]);
     int64_t ramp = atof(argv[6]) * SECOND_NS, warm = atof(argv[7]) * SECOND_NS;
     int64_t window = atof(argv[8]) * SECOND_NS;
@@ -259,7 +259,7 @@ int main(int argc, char **argv) {
     streams = strcmp(argv[3], "stream") == 0;
     signal(SIGPIPE, SIG_IGN);
     setlinebuf(stdout);
-    write_request(atol(argv[4]), atoi(argv[5]));
+    write_request(atol(argv[4]), atoi(argv[5]), argc > 9 ? argv[9] : "m");
     epoll_fd = epoll_create1(0);
     struct connection *all = calloc(count, sizeof *all);
     if (all == NULL) die("calloc");

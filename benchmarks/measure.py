@@ -80,7 +80,7 @@ def measure(candidate: Candidate, case: Case, *, seconds: float, nice: int, logs
     with contextlib.ExitStack() as stack:
         worker_core = LOAD_CORE if candidate.command else CANDIDATE_CORE
         workers = [
-            stack.enter_context(_worker(case, worker_core, nice, logs))
+            stack.enter_context(worker(case, worker_core, nice, logs))
             for _ in range(WORKERS if candidate.command else 1)
         ]
         port, session = workers[0]
@@ -92,17 +92,18 @@ def measure(candidate: Candidate, case: Case, *, seconds: float, nice: int, logs
                 workers=[f"http://127.0.0.1:{port}" for port, _ in workers],
             )
             session = stack.enter_context(pinned(words, CANDIDATE_CORE, log, nice=nice)).pid
-        _wait_ready(port, log)
+        wait_ready(port, log)
         time.sleep(SETTLE_SECONDS)
         idle = usage(session)
-        counts, opened, closed = _load(port, case, session, seconds, nice, log)
+        counts, opened, closed = load(port, case, session, seconds, nice, log)
     if counts.requests + counts.tokens == 0:
         raise MeasurementFailed(f"{counts.errors} errors and nothing else; see {log}")
     return _sample(candidate, case, counts, idle, opened, closed)
 
 
 @contextlib.contextmanager
-def _worker(case: Case, core: int, nice: int, logs: Path) -> Iterator[tuple[int, int]]:
+def worker(case: Case, core: int, nice: int, logs: Path) -> Iterator[tuple[int, int]]:
+    """A simulated worker; its port and its session."""
     port = free_port()
     words = [
         str(tools.build("worker")),
@@ -114,7 +115,7 @@ def _worker(case: Case, core: int, nice: int, logs: Path) -> Iterator[tuple[int,
         yield port, process.pid
 
 
-def _wait_ready(port: int, log: Path) -> None:
+def wait_ready(port: int, log: Path) -> None:
     """Until a whole request succeeds; a listening port alone says little about a router."""
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
     deadline = time.monotonic() + READY_SECONDS
@@ -131,9 +132,10 @@ def _wait_ready(port: int, log: Path) -> None:
     raise MeasurementFailed(f"not ready after {READY_SECONDS:.0f} s; see {log}")
 
 
-def _load(
+def load(
     port: int, case: Case, session: int, seconds: float, nice: int, log: Path
 ) -> tuple[Counts, Usage, Usage]:
+    """Loads a candidate; what came of it, and what its session had used before and after."""
     numbers = [case.tokens, case.prompt_bytes, case.ramp_seconds, WARM_SECONDS, seconds]
     words = [str(tools.build("load")), str(port), str(case.connections), case.mode]
     with (

@@ -47,6 +47,9 @@ def pinned(
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, nice)
+        # With autogroups, priority counts within a session only, and each is one of its own.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(nice))
 
     with log.open("a") as output:
         process = subprocess.Popen(

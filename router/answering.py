@@ -308,3 +308,18 @@ class PassingAnswering:
 def broken() -> Refusal:
     """A worker's answer that is not whole."""
     return Refusal("upstream_broken", "The worker's answer broke off before its end.")
+
+
+def unreachable() -> Refusal:
+    """Nobody got the request."""
+    return Refusal("upstream_unreachable", "The worker cannot be reached.")
+
+
+def leaving() -> Refusal:
+    """A worker that drains gave the request back."""
+    return Refusal("shutting_down", "The worker is shutting down.")
+
+
+def crowded() -> Refusal:
+    """A worker's queue holds all that it may."""
+    return Refusal("queue_full", "Too many requests wait at the worker.", retry_after=1)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 import msgspec
+from attrs import asdict, evolve
 
 from router.calls import Call, has_key
 from router.errors import Refusal
@@ -20,12 +21,13 @@ from router.headers import lines_of, request_id_of
 from router.metrics import Metrics
 from router.options import SettingsError
 from router.reactor import Reactor
+from router.registry import View
 from router.routes import route_of
 from router.series import CONTENT_TYPE
 from router.serving import Serving
 from router.ticket import Ticket
 from router.websocket import WATCH_PATH
-from router.worker import DuplicateWorker, Fleet, UnknownWorker, Worker
+from router.worker import DuplicateWorker, Fleet, Origin, UnknownWorker, Worker
 from router.workerspec import ROLES, WorkerSpec
 from statemachines.router import RouterState
 
@@ -44,6 +46,7 @@ class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     engine: str = "auto"
     role: str = "mixed"
     bootstrap_port: int | None = None
+    bootstrap_host: str | None = None
     group: str | None = None
     dp_size: int = 1
 
@@ -59,6 +62,9 @@ class House(Protocol):
 
     def drain_worker(self, worker: Worker, timeout_secs: float) -> None:
         """Send it nothing new; after the window the streams that can move are moved."""
+
+    def registry_view(self) -> View | None:
+        """How the registry is known; None without one."""
 
 
 class _Refused(Exception):
@@ -88,6 +94,7 @@ class Api:
         settings = serving.settings
         self._engine = settings.engine
         self._drain_seconds = settings.drain_timeout_secs
+        self._has_nats = settings.nats is not None
         self._api_keys = settings.api_key
         self._admin_keys = () if settings.admin_key is None else (settings.admin_key,)
         worker = r"/v1/workers/(?P<id>.+)"
@@ -162,8 +169,20 @@ class Api:
             raise _Refused(Refusal("shutting_down", "The router is shutting down."))
         ready, pairing = self._fleet.ready("mixed"), self._serving.pairs.pairing
         if not ready and not pairing.is_complete():
-            raise _Refused(pairing.missing() if self._fleet.has_halves else _NO_WORKERS)
-        return 200, _JSON, _ENCODE({"status": "ready", "workers": len(ready)})
+            refusal = pairing.missing() if self._fleet.has_halves else _NO_WORKERS
+            raise _Refused(self._with_staleness(refusal))
+        shown = {"status": "ready", "workers": len(ready), **self._show_registry()}
+        return 200, _JSON, _ENCODE(shown)
+
+    def _with_staleness(self, refusal: Refusal) -> Refusal:
+        """Say so where it may be for want of a registry that there is nobody."""
+        view = self._house.registry_view()
+        if view is None or view.is_synced:
+            return refusal
+        seconds = f"{view.seconds_since_sync:.0f} seconds"
+        return evolve(
+            refusal, message=f"{refusal.message} The registry has not been heard for {seconds}."
+        )
 
     def _show_metrics(self, _call: Call, _found: Mapping[str, str]) -> Reply:
         return 200, CONTENT_TYPE.encode(), self._metrics.render()
@@ -202,7 +221,14 @@ class Api:
 
     def _workers(self, _call: Call, _found: Mapping[str, str]) -> Reply:
         workers = [_show_worker(worker) for worker in self._fleet.all()]
-        return 200, _JSON, _ENCODE({"workers": workers})
+        return 200, _JSON, _ENCODE({"workers": workers, **self._show_registry()})
+
+    def _show_registry(self) -> dict[str, object]:
+        view = self._house.registry_view()
+        if view is None:
+            return {}
+        seconds = round(view.seconds_since_sync, 3)
+        return {"registry": asdict(evolve(view, seconds_since_sync=seconds))}
 
     def _worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
         return 200, _JSON, _ENCODE(_show_worker(self._find(found["id"])))
@@ -217,9 +243,12 @@ class Api:
                 role=asked.role,
                 group=asked.group,
                 bootstrap_port=asked.bootstrap_port,
+                bootstrap_host=asked.bootstrap_host,
                 dp_size=asked.dp_size,
             )
-            worker = self._fleet.add(spec)
+            if spec.is_behind_nats and not self._has_nats:
+                raise SettingsError("the router runs without --nats")
+            worker = self._fleet.add(spec, Origin.API)
         except SettingsError as error:
             raise _Refused(Refusal("bad_request", f"Not a worker: {error}.")) from None
         except DuplicateWorker:
@@ -301,13 +330,16 @@ def _show_worker(worker: Worker) -> dict[str, object]:
         "role": worker.role,
         "group": worker.group,
         "bootstrap_port": worker.bootstrap_port,
+        "bootstrap_host": worker.bootstrap_host if worker.role == "prefill" else None,
         "dp_size": worker.dp_size,
         "state": worker.state.value,
         "breaker": worker.breaker.state.value,
         "inflight": worker.inflight,
+        "inflight_elsewhere": worker.elsewhere,
         "models": list(worker.models),
         "context_length": worker.context_length,
         "last_probe": None if probe is None else probe.outcome.value,
+        "origin": worker.origin.value,
     }
 
 

@@ -8,14 +8,13 @@ counted, and ends that task only.
 
 from __future__ import annotations
 
-import gc
-import resource
 import signal
 import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 import structlog
@@ -34,7 +33,9 @@ from router.metrics import Metrics
 from router.mover import Mover
 from router.pd.aborts import Aborts
 from router.probing import probe_forever
+from router.process import calm_collector, raise_descriptor_limit
 from router.reactor import Listener, Rank, Reactor
+from router.registry import Registry, View
 from router.serving import Serving
 from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
@@ -43,17 +44,21 @@ from router.websocket import Feed
 from router.wires.client import LineTransport
 from router.wires.http import Pool
 from router.wires.line import Line
+from router.wires.nats.broker import Broker
+from router.wires.nats.line import NatsWire
+from router.wires.nats.protocol import Names
 from router.worker import Fleet, Worker
 from statemachines import ROUTER, Edge
 from statemachines.router import RouterState
 from statemachines.worker import WorkerState
 
+if TYPE_CHECKING:
+    from router.wires.nats.bridge import Bridge
+
 #: At the very end, how long clients may take to read their last bytes.
 FLUSH_SECONDS = 3.0
 #: While draining, between two looks at what clients have yet to take.
 LOOK_SECONDS = 0.1
-#: Objects allocated between two young collections; streams allocate a lot and keep little.
-GC_THRESHOLD = 10_000
 
 _log = structlog.get_logger("baton")
 
@@ -65,6 +70,8 @@ class App:
     settings: Settings
     network: Network
     logs: Logs
+    #: The way to workers behind NATS and to the registry; its life is its owner's.
+    broker: Broker | None = None
     id: str = "router"
     state: RouterState = RouterState.STARTING
     listeners: list[Callable[[App, Edge], None]] = field(factory=list)
@@ -75,6 +82,8 @@ class App:
     serving: Serving = field(init=False)
     _api: Api = field(init=False)
     _lines: dict[Worker, Line] = field(init=False, factory=dict)
+    _wire: NatsWire | None = field(init=False, default=None)
+    _registry: Registry | None = field(init=False, default=None)
     _client: httpx.AsyncClient = field(init=False)
     _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
@@ -118,6 +127,9 @@ class App:
             mover=Mover(self.fleet, chooser, self._client),
             aborts=self._aborts,
         )
+        if self.broker is not None:
+            self._wire = self._make_wire(self.broker)
+            self.metrics.follow_nats(self.registry_view)
         self._api = Api(
             house=self,
             fleet=self.fleet,
@@ -142,8 +154,16 @@ class App:
         """The way to a worker, also while its last legs run on after it has left."""
         line = self._lines.get(worker)
         if line is None:
-            line = self._lines[worker] = self._make_pool(worker)
+            line = self._make_line(worker)
+            # Registered workers come and go, and what is kept of those that left is never found
+            # again; their lines hold nothing, other than a pool's.
+            if not (worker.is_gone and worker.is_behind_nats):
+                self._lines[worker] = line
         return line
+
+    def registry_view(self) -> View | None:
+        """How the registry is known; None without one, or before `run`."""
+        return None if self._registry is None else self._registry.view
 
     def open_requests(self) -> Iterable[Ticket]:
         """Live requests (for the metrics)."""
@@ -195,8 +215,13 @@ class App:
             async with trio.open_nursery() as root:
                 self._background_nursery = root
                 root.start_soon(self.reactor.run)
+                if self._wire is not None:
+                    await self._wire.start()
                 for spec in self.settings.workers:
                     self.fleet.add(spec)
+                # After those that the operator named: theirs is the first word on an id.
+                if self._wire is not None:
+                    self._follow_registry(self._wire)
                 async with trio.open_nursery() as front:
                     self._front = front
                     self._fire("listening")
@@ -210,11 +235,15 @@ class App:
                     front.cancel_scope.deadline = trio.current_time() + patience
                 with trio.move_on_after(FLUSH_SECONDS):
                     await self._aborts.wait_done()
+                if self._wire is not None:
+                    await self._wire.flush()
                 root.cancel_scope.cancel(reason="the router has stopped")
         finally:
             self._listener.close()
             for line in self._lines.values():
                 line.close()
+            if self._wire is not None:
+                self._wire.close()
 
     async def _drain(self) -> None:
         facts: list[str] = []
@@ -261,6 +290,12 @@ class App:
         if line is not None:
             line.close()
 
+    def _make_line(self, worker: Worker) -> Line:
+        if not worker.is_behind_nats:
+            return self._make_pool(worker)
+        assert self._wire is not None, "the settings and the API let no such worker in"
+        return self._wire.line(worker.id, is_prefill=worker.role == "prefill")
+
     def _make_pool(self, worker: Worker) -> Pool:
         host = f"[{worker.host}]" if ":" in worker.host else worker.host
         return Pool(
@@ -281,6 +316,31 @@ class App:
             self._tls = _tls_context(self.settings)
         return TlsTarget(self._tls, worker.host)
 
+    # NATS
+
+    def _make_wire(self, broker: Broker) -> NatsWire:
+        settings = self.settings
+        return NatsWire(
+            broker,
+            self.reactor,
+            self.spawn,
+            names=Names(settings.nats_prefix),
+            missed=self.metrics.nats_missed,
+            pending_max=settings.nats_req_max_pending,
+            connect_seconds=settings.connect_timeout_secs,
+        )
+
+    def _follow_registry(self, wire: NatsWire) -> None:
+        self._registry = Registry(
+            broker=wire.broker,
+            bucket=wire.names.bucket,
+            fleet=self.fleet,
+            engine=self.settings.engine,
+            on_bug=self._on_background_bug,
+            on_lost=self.metrics.nats_lost,
+        )
+        self.spawn(self._registry.run)
+
     # Bugs and bookkeeping
 
     async def _in_background(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
@@ -288,8 +348,11 @@ class App:
         try:
             await task(*args)
         except Exception as error:
-            self.metrics.internal_error("background")
-            _log.error("internal_error", place="background", exc_info=error)
+            self._on_background_bug(error)
+
+    def _on_background_bug(self, error: Exception) -> None:
+        self.metrics.internal_error("background")
+        _log.error("internal_error", place="background", exc_info=error)
 
     def _on_reactor_bug(self, error: Exception) -> None:
         self.metrics.internal_error("reactor")
@@ -318,18 +381,17 @@ def _tls_context(settings: Settings) -> ssl.SSLContext:
 def run(settings: Settings) -> int:
     """Run `baton serve` until it is told to stop; returns the exit code."""
     logs = configure(format=settings.log_format, level=settings.log_level)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     network = TcpNetwork()
     try:
-        app = App(settings, network, logs)
+        bridge = _make_bridge(settings)
+        app = App(settings, network, logs, bridge)
     except ssl.SSLError:
         print("baton serve: --worker-ca-file: no certificates in PEM form", file=sys.stderr)
         return 2
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    calm_collector()
     try:
-        trio.run(_serve_until_signalled, app, strict_exception_groups=True)
+        trio.run(_serve_until_signalled, app, bridge, strict_exception_groups=True)
     except OSError as error:
         print(f"baton: cannot listen: {error}", file=sys.stderr)
         return 1
@@ -338,13 +400,24 @@ def run(settings: Settings) -> int:
     return 0
 
 
-async def _serve_until_signalled(app: App) -> None:
+def _make_bridge(settings: Settings) -> Bridge | None:
+    if settings.nats is None:
+        return None
+    # Not before it is needed: the library behind it is large, and speaks asyncio.
+    from router.wires.nats.bridge import Bridge
+
+    return Bridge(settings.nats, name="baton serve")
+
+
+async def _serve_until_signalled(app: App, bridge: Bridge | None) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         host, port = app.listen()
         shown = f"[{host}]" if ":" in host else host
         print(f"baton: listening on http://{shown}:{port}", flush=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_pass_on, signals, app)
+            if bridge is not None:
+                await nursery.start(bridge.run)
             await app.run()
             nursery.cancel_scope.cancel(reason="the router has stopped")
 
@@ -352,10 +425,3 @@ async def _serve_until_signalled(app: App) -> None:
 async def _pass_on(signals: AsyncIterator[int], app: App) -> None:
     async for _ in signals:
         app.ask_to_stop()
-
-
-def _raise_descriptor_limit() -> None:
-    """Two descriptors a stream: the usual soft limit of 1024 would end at 500 streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

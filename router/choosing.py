@@ -1,9 +1,10 @@
 """Choosing the worker for a request, by policy, among those whose breaker lets it through.
 
 Choosing and taking the permit are one step without an await in it, so nothing can happen to a
-worker between the two. A policy never sees a counter: load is the number of live legs. When every
-breaker is shut the request goes out anyway and the choice says so, since a router that refuses
-everything on old evidence is worse than one that tries.
+worker between the two. A policy never counts: load is the number of live legs, and what a worker's
+agent says that other routers have there. When every breaker is shut the request goes out anyway
+and the choice says so, since a router that refuses everything on old evidence is worse than one
+that tries.
 """
 
 from __future__ import annotations
@@ -135,10 +136,11 @@ class _Lines:
                 self._lines.clear()
             line = self._lines[model] = _Line()
         if line.candidates is not candidates:
-            stay = [worker for worker in line.order if worker in candidates]
+            there, known = set(candidates), set(line.order)
             # Newcomers wait for one round: a worker that comes and goes would otherwise be served
             # at each return before those that never left.
-            line.order = [*stay, *(worker for worker in candidates if worker not in stay)]
+            line.order = [worker for worker in line.order if worker in there]
+            line.order += [worker for worker in candidates if worker not in known]
             line.candidates = candidates
         return line.order
 
@@ -173,7 +175,7 @@ class LeastLoad:
         best: Worker | None = None
         fewest = 0
         for worker in order:
-            load = len(worker.legs)
+            load = len(worker.legs) + worker.elsewhere
             if (best is None or load < fewest) and worker not in excluded:
                 best, fewest = worker, load
         if best is not None:
@@ -211,7 +213,8 @@ class PowerOfTwo:
         second = int(self.rng.random() * (len(pool) - 1))
         # Drawn from the places that remain: the two differ, and all pairs are equally likely.
         one, other = pool[first], pool[second + (second >= first)]
-        return one if len(one.legs) <= len(other.legs) else other
+        is_lighter = len(one.legs) + one.elsewhere <= len(other.legs) + other.elsewhere
+        return one if is_lighter else other
 
 
 def _without(candidates: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:

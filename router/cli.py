@@ -168,6 +168,46 @@ def given_words(arguments: argparse.Namespace, table: Iterable[Option]) -> dict[
     return found
 
 
+# --- agent -----------------------------------------------------------------------------------
+
+
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    from router.agent.settings import INFERA_NAMES, OPTIONS
+
+    parser.usage = "baton agent --engine-url URL --nats URL [OPTIONS]"
+    parser.epilog = (
+        "Every flag has an environment name, BATON_ and the flag in upper case with underscores; a "
+        "flag wins over the environment. Where neither is given, these count as well: "
+        f"{', '.join(INFERA_NAMES.values())}. Of SIGTERM and SIGINT the first begins a drain and "
+        "the second ends the agent at once."
+    )
+    parser.add_argument(
+        "--drain",
+        action="store_true",
+        help="ask the running agent of that --id (or --engine-url) to drain, over NATS, and wait "
+        "until it has; for preStop. Exit code 0 also where no such agent runs",
+    )
+    add_options(parser, OPTIONS, {})
+    parser.set_defaults(command=_agent)
+
+
+def _agent(arguments: argparse.Namespace) -> int:
+    from router.agent.settings import OPTIONS, load_settings
+
+    try:
+        settings = load_settings(given_words(arguments, OPTIONS), os.environ)
+        settings.nats_url()
+        if arguments.drain:
+            settings.worker_id()
+        else:
+            settings.spec()
+    except SettingsError as problem:
+        return complain("agent", problem)
+    from router.agent import command
+
+    return command.drain(settings) if arguments.drain else command.run(settings)
+
+
 # --- the other commands ----------------------------------------------------------------------
 
 SIM_HELP = {
@@ -247,9 +287,17 @@ def _sim(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    def demo(_: argparse.Namespace) -> int:
-        from router.demo import main
+    parser.add_argument(
+        "--nats",
+        action="store_true",
+        help="instead: agents on a real NATS server, all of them drained under load",
+    )
 
+    def demo(arguments: argparse.Namespace) -> int:
+        if arguments.nats:
+            from router.demo_nats import main
+        else:
+            from router.demo import main
         return main()
 
     parser.set_defaults(command=demo)
@@ -293,6 +341,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
     ("serve", _add_serve, "run the router"),
+    ("agent", _add_agent, "serve the engine beside it to routers over NATS"),
     ("sim", _add_sim, "run a simulated engine"),
     ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
     ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from attrs import define, frozen
+from attrs import define, evolve, field, frozen
 
+from router.config import Settings
 from router.ticket import Ticket
 from statemachines.leg import LegState
 from statemachines.request import RequestState
@@ -29,6 +30,25 @@ class Deadlines:
     suspect_idle: float
     #: Between two comments to a client whose stream is being moved.
     keep_alive: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Deadlines:
+        """As the operator has set them."""
+        return cls(
+            request=settings.request_timeout_secs,
+            first_token=settings.first_token_timeout_secs,
+            stream_idle=settings.stream_idle_timeout_secs,
+            suspect_idle=settings.suspect_idle_secs,
+            keep_alive=settings.migration_keep_alive_secs,
+        )
+
+    def behind_nats(self, settings: Settings) -> Deadlines:
+        """What holds for workers behind NATS: these, but for what was set for those alone."""
+        return evolve(
+            self,
+            request=settings.nats_req_max_duration or self.request,
+            stream_idle=settings.nats_req_idle_timeout or self.stream_idle,
+        )
 
     def soonest(self) -> float:
         """The shortest: nothing of an attempt is due earlier after the request's beginning."""
@@ -56,6 +76,17 @@ class Clocks:
     wants_stream: bool
     #: When the client was last sent something while its stream was being moved.
     kept_alive_at: float = 0.0
+    #: What holds instead while an attempt is on a worker behind NATS, and until the next one.
+    nats_deadlines: Deadlines | None = None
+    _own: Deadlines = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._own = self.deadlines
+
+    def go_to(self, *, behind_nats: bool) -> None:
+        """The next attempt is on a worker that is behind NATS, or is not."""
+        if self.nats_deadlines is not None:
+            self.deadlines = self.nats_deadlines if behind_nats else self._own
 
     def nearest(self, leg: LegTimes | None, queue_until: float | None) -> float | None:
         """The first moment at which anything is due."""

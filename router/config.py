@@ -97,6 +97,16 @@ class NatsUrl(Text):
 
 
 @frozen
+class Prefix(Word):
+    """What NATS takes as the beginning of subjects and of names."""
+
+    def check(self, value: str) -> None:
+        super().check(value)
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,4}", value):
+            raise ValueError("must be letters, digits, _ and -, in parts joined by dots")
+
+
+@frozen
 class File(Text):
     """A file that is there when the router starts."""
 
@@ -306,15 +316,17 @@ class Settings:
     nats: str | None = option(
         NatsUrl(), None, "NATS request transport and worker registry", section="NATS"
     )
-    nats_prefix: str = option(Word(), "infera", "first part of every NATS subject")
+    nats_prefix: str = option(Prefix(), "infera", "first part of every NATS subject")
     nats_req_idle_timeout: float = option(
-        Seconds(), 0.0, "--stream-idle-timeout-secs of NATS workers; 0 = off"
+        Seconds(), 0.0, "--stream-idle-timeout-secs of workers behind NATS; 0 = the same"
     )
     nats_req_max_duration: float = option(
-        Seconds(), 0.0, "--request-timeout-secs of NATS workers; 0 = off"
+        Seconds(), 0.0, "--request-timeout-secs of workers behind NATS; 0 = the same"
     )
     nats_req_max_pending: int = option(
-        Whole(0, 1_000_000), 0, "requests that may be pending over NATS; 0 = off"
+        Whole(0, 1_000_000),
+        0,
+        "requests that may wait in the queue of a worker behind NATS; beyond it 429; 0 = no queue",
     )
 
     api_key: tuple[str, ...] = option(
@@ -350,6 +362,10 @@ def _check_together(settings: Settings) -> None:
         if worker.id in seen:
             raise SettingsError(f"two workers have the id {worker.id}; give one of them id=…")
         seen.add(worker.id)
+        if worker.is_behind_nats and settings.nats is None:
+            raise SettingsError(
+                f"{worker.url} is behind NATS, but --nats does not say where that is"
+            )
     if settings.breaker_max_cooldown_secs < settings.breaker_cooldown_secs:
         raise SettingsError("--breaker-max-cooldown-secs is below --breaker-cooldown-secs")
     if not settings.health_check_endpoint.startswith("/"):
@@ -388,11 +404,6 @@ NOT_YET = (
     NotYet("policy", "this policy", AFFINITIES),
     NotYet("prefill_policy", "this policy", AFFINITIES),
     NotYet("decode_policy", "this policy", AFFINITIES),
-    NotYet("nats", "NATS"),
-    NotYet("nats_prefix", "NATS"),
-    NotYet("nats_req_idle_timeout", "NATS"),
-    NotYet("nats_req_max_duration", "NATS"),
-    NotYet("nats_req_max_pending", "NATS"),
 )
 """A feature that arrives deletes its rows."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,27 +19,14 @@ import msgspec
 import trio
 from attrs import define, field
 
+from router.staging import START_SECONDS, Child, SceneFailed, check, say, start, title, wait_until
 from statemachines import REQUEST
 
-START_SECONDS = 30.0
 MODEL = "tiny"
 PAIR_MODEL = "tiny-pair"
 TOKEN_SECONDS = 0.04
 PREFILL_SECONDS = 0.6
 PROMPT = "Tell me a story about a relay race."
-
-
-class SceneFailed(Exception):
-    """A scene did not go as told."""
-
-
-@define(eq=False)
-class Child:
-    """A process of the demo and where it listens."""
-
-    name: str
-    process: trio.Process
-    url: str = ""
 
 
 @define(eq=False)
@@ -77,7 +63,7 @@ def main() -> int:
         trio.run(_demo)
     except* SceneFailed as failures:
         for failure in failures.exceptions:
-            _say(f"\n✗ {failure}")
+            say(f"\n✗ {failure}")
         code = 1
     else:
         code = 0
@@ -86,68 +72,42 @@ def main() -> int:
 
 async def _demo() -> None:
     stage = Stage()
-    async with trio.open_nursery() as nursery:
-        try:
-            await _set_up(nursery, stage)
-            await _scene_stream(stage)
-            await _scene_failover(stage)
-            await _scene_move(stage)
-            await _scene_kill(stage)
-            await _scene_leave(stage)
-            await _scene_prefill(nursery, stage)
-            _say("\nEvery scene went as told. Next: docs/statemachines.md, and `baton check`.")
-        finally:
-            with trio.move_on_after(5) as cleanup:
-                cleanup.shield = True
-                await _tear_down(stage)
-            nursery.cancel_scope.cancel(reason="the demo is over")
+    try:
+        await _set_up(stage)
+        await _scene_stream(stage)
+        await _scene_failover(stage)
+        await _scene_move(stage)
+        await _scene_kill(stage)
+        await _scene_leave(stage)
+        await _scene_prefill(stage)
+        say("\nEvery scene went as told. Next: docs/statemachines.md, and `baton check`.")
+    finally:
+        with trio.move_on_after(5) as cleanup:
+            cleanup.shield = True
+            await _tear_down(stage)
 
 
 #### Setting up
 
 
-async def _set_up(nursery: trio.Nursery, stage: Stage) -> None:
-    _title("A fleet of three simulated vLLM engines, and a router in front of them")
+async def _set_up(stage: Stage) -> None:
+    title("A fleet of three simulated vLLM engines, and a router in front of them")
     for number in (1, 2, 3):
         words = ["sim", "--engine", "vllm", "--model", MODEL, "--port", "0", "--name", f"w{number}"]
         words += ["--token-seconds", str(TOKEN_SECONDS), "--first-token-seconds", "0.1"]
-        stage.workers.append(await _start(nursery, f"w{number}", words))
+        stage.workers.append(await start(f"w{number}", words))
     urls = [f"{worker.url},id={worker.name}" for worker in stage.workers]
     flags = ["--port", "0", "--log-level", "warning", "--health-check-interval-secs", "1"]
     flags += ["--migration-limit", "3"]
-    stage.router = await _start(nursery, "router", ["serve", *flags, "--worker-urls", *urls])
+    stage.router = await start("router", ["serve", *flags, "--worker-urls", *urls])
     for child in (*stage.workers, stage.router):
-        _say(f"  {child.name:7} {child.url}  (process {child.process.pid})")
+        say(f"  {child.name:7} {child.url}  (process {child.process.pid})")
     with trio.fail_after(START_SECONDS):
-        await _wait_until(partial(_all_ready, stage), pause_seconds=0.1)
+        await wait_until(partial(_all_ready, stage), pause_seconds=0.1)
 
 
 async def _all_ready(stage: Stage) -> bool:
     return (await stage.get("/readyz")).get("workers") == len(stage.workers)
-
-
-async def _wait_until(condition: Callable[[], Awaitable[bool]], *, pause_seconds: float) -> None:
-    """Ask again and again: the router is another process and tells nobody unasked."""
-    while not await condition():  # noqa: ASYNC110
-        await trio.sleep(pause_seconds)
-
-
-async def _start(nursery: trio.Nursery, name: str, words: list[str]) -> Child:
-    """Start `baton WORDS` and wait for the line that says where it listens."""
-    process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE
-    )
-    child = Child(name, process)
-    assert process.stdout is not None
-    line = b""
-    with trio.fail_after(START_SECONDS):
-        while not line.endswith(b"\n"):
-            data = await process.stdout.receive_some()
-            if not data:
-                raise SceneFailed(f"{name} did not start")
-            line += data
-    child.url = line.decode().split("listening on ", 1)[1].strip()
-    return child
 
 
 async def _tear_down(stage: Stage) -> None:
@@ -165,18 +125,18 @@ async def _tear_down(stage: Stage) -> None:
 
 
 async def _scene_stream(stage: Stage) -> None:
-    _title("1. A stream")
+    title("1. A stream")
     request_id = "demo-stream"
     text = await _tell(stage, request_id, tokens=24)
-    _check(bool(text), "the stream brought text")
+    check(bool(text), "the stream brought text")
     await _show_path(stage, request_id)
 
 
 async def _scene_failover(stage: Stage) -> None:
-    _title("2. A worker fails before its first byte; the client never learns of it")
+    title("2. A worker fails before its first byte; the client never learns of it")
     faulty = stage.workers[0]
     await stage.client.post(faulty.url + "/sim/faults", content="times=1:cut,at=head")
-    _say(f"  {faulty.name} will close its next answer right after the head")
+    say(f"  {faulty.name} will close its next answer right after the head")
     for number in range(3):
         request_id = f"demo-failover-{number}"
         await _tell(stage, request_id, tokens=12)
@@ -187,18 +147,18 @@ async def _scene_failover(stage: Stage) -> None:
 
 
 async def _scene_move(stage: Stage) -> None:
-    _title("3. A worker is killed in the middle of an answer; the client reads on")
+    title("3. A worker is killed in the middle of an answer; the client reads on")
     whole = await _tell(stage, "demo-whole", tokens=40)
-    _say("  the same request again, and its worker is killed (SIGKILL) on the way:")
+    say("  the same request again, and its worker is killed (SIGKILL) on the way:")
     moved = await _tell(stage, "demo-moved", tokens=40, midway=partial(_kill_who_serves, stage))
-    _check(moved == whole, "both texts are the same")
-    _say("  both texts are the same, character by character")
+    check(moved == whole, "both texts are the same")
+    say("  both texts are the same, character by character")
     await _show_path(stage, "demo-moved")
 
 
 async def _kill_who_serves(stage: Stage) -> None:
     serving = [name for name, count in (await stage.in_flight()).items() if count]
-    _check(len(serving) == 1, "one worker serves the stream")
+    check(len(serving) == 1, "one worker serves the stream")
     await _kill(stage, serving[0])
     sys.stdout.write(f" ⟪{serving[0]} is killed⟫")
 
@@ -211,13 +171,13 @@ async def _kill(stage: Stage, name: str) -> None:
 
 
 async def _scene_kill(stage: Stage) -> None:
-    _title("4. With one worker dead, twelve requests, none fails")
+    title("4. With one worker dead, twelve requests, none fails")
     results: list[int] = []
     async with trio.open_nursery() as nursery:
         for _ in range(12):
             nursery.start_soon(_ask_whole, stage, results)
-    _say(f"  answers: {' '.join(map(str, results))}")
-    _check(results == [200] * 12, "all twelve answers are 200")
+    say(f"  answers: {' '.join(map(str, results))}")
+    check(results == [200] * 12, "all twelve answers are 200")
 
 
 async def _all_free(stage: Stage) -> bool:
@@ -232,7 +192,7 @@ async def _ask_whole(stage: Stage, results: list[int]) -> None:
 
 
 async def _scene_leave(stage: Stage) -> None:
-    _title("5. A client leaves in the middle of its answer; the engine is free at once")
+    title("5. A client leaves in the middle of its answer; the engine is free at once")
     request_id = "demo-leave"
     async with _streaming(stage, request_id, tokens=2000) as lines:
         seen = 0
@@ -240,20 +200,20 @@ async def _scene_leave(stage: Stage) -> None:
             seen += 1
             if seen == 10:
                 break
-        _say(f"  while it streams, requests on the workers: {await stage.in_flight()}")
+        say(f"  while it streams, requests on the workers: {await stage.in_flight()}")
     started = trio.current_time()
     with trio.fail_after(5):
-        await _wait_until(partial(_all_free, stage), pause_seconds=0.001)
+        await wait_until(partial(_all_free, stage), pause_seconds=0.001)
     took = (trio.current_time() - started) * 1000
-    _say(f"  {took:.1f} ms after it left:                  {await stage.in_flight()}")
+    say(f"  {took:.1f} ms after it left:                  {await stage.in_flight()}")
     await _show_path(stage, request_id)
 
 
-async def _scene_prefill(nursery: trio.Nursery, stage: Stage) -> None:
-    _title("6. A prefill worker is killed before the first token; its decode would wait")
-    await _add_pair(nursery, stage)
+async def _scene_prefill(stage: Stage) -> None:
+    title("6. A prefill worker is killed before the first token; its decode would wait")
+    await _add_pair(stage)
     await _tell(stage, "demo-pair", tokens=24, model=PAIR_MODEL)
-    _say("  that came from a pair; again, and prefill is killed while it computes:")
+    say("  that came from a pair; again, and prefill is killed while it computes:")
     prefill, decode = stage.halves
     told: list[tuple[float, int, str]] = []
     async with trio.open_nursery() as asking:
@@ -264,32 +224,32 @@ async def _scene_prefill(nursery: trio.Nursery, stage: Stage) -> None:
     [(moment, status, code)] = told
     # A kept connection that ends before an answer is tried once more, on a new one.
     words = ("upstream_broken", "upstream_unreachable")
-    _check(status == 502 and code in words, "the client was told that prefill broke off")
-    _say(f"  {(moment - killed) * 1000:.1f} ms after the kill the client has its {status} ({code})")
+    check(status == 502 and code in words, "the client was told that prefill broke off")
+    say(f"  {(moment - killed) * 1000:.1f} ms after the kill the client has its {status} ({code})")
     with trio.fail_after(5):
-        await _wait_until(partial(_is_idle, stage, decode), pause_seconds=0.001)
+        await wait_until(partial(_is_idle, stage, decode), pause_seconds=0.001)
     freed = (trio.current_time() - killed) * 1000
-    _say(f"  {freed:.1f} ms after the kill decode is free; alone it would have waited 300 s")
+    say(f"  {freed:.1f} ms after the kill decode is free; alone it would have waited 300 s")
     await _show_path(stage, "demo-prefill")
 
 
-async def _add_pair(nursery: trio.Nursery, stage: Stage) -> None:
+async def _add_pair(stage: Stage) -> None:
     """Start two simulated SGLang halves and tell the router of them."""
     for role in ("prefill", "decode"):
         words = ["sim", "--engine", "sglang", "--role", role, "--name", role, "--port", "0"]
         words += ["--model", PAIR_MODEL, "--token-seconds", str(TOKEN_SECONDS)]
         words += ["--first-token-seconds", str(PREFILL_SECONDS if role == "prefill" else 0.0)]
-        half = await _start(nursery, role, words)
+        half = await start(role, words)
         stage.halves.append(half)
         worker = {"url": half.url, "id": role, "role": role, "engine": "sglang"}
         if role == "prefill":
             info = (await stage.client.get(half.url + "/server_info")).json()
             worker["bootstrap_port"] = info["disaggregation_bootstrap_port"]
         answer = await stage.client.post(stage.url + "/v1/workers", json=worker)
-        _check(answer.status_code == 201, f"the router takes the {role} worker")
-        _say(f"  {role:7} {half.url}  (process {half.process.pid})")
+        check(answer.status_code == 201, f"the router takes the {role} worker")
+        say(f"  {role:7} {half.url}  (process {half.process.pid})")
     with trio.fail_after(START_SECONDS):
-        await _wait_until(partial(_serves, stage, PAIR_MODEL), pause_seconds=0.1)
+        await wait_until(partial(_serves, stage, PAIR_MODEL), pause_seconds=0.1)
 
 
 async def _serves(stage: Stage, model: str) -> bool:
@@ -372,8 +332,8 @@ async def _tell(
                     await midway()
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    _say("")
-    _check(is_done, "the stream ended with [DONE]")
+    say("")
+    check(is_done, "the stream ended with [DONE]")
     return text
 
 
@@ -384,29 +344,16 @@ def _text_of(line: str) -> str:
 
 async def _show_path(stage: Stage, request_id: str) -> None:
     with trio.fail_after(5):
-        await _wait_until(partial(_is_over, stage, request_id), pause_seconds=0.01)
+        await wait_until(partial(_is_over, stage, request_id), pause_seconds=0.01)
     shown = await stage.get(f"/debug/requests/{request_id}")
     transitions = shown["transitions"]
     assert isinstance(transitions, list)
-    _say(f"  the request, on {shown['worker']} after {shown['attempts']} attempt(s):")
+    say(f"  the request, on {shown['worker']} after {shown['attempts']} attempt(s):")
     for each in transitions:
         arrow = f"{each['source']} → {each['target']}"
-        _say(f"    {each['seconds']:8.3f} s  {each['fact']:13} {arrow:26} {each['why']}")
+        say(f"    {each['seconds']:8.3f} s  {each['fact']:13} {arrow:26} {each['why']}")
 
 
 async def _is_over(stage: Stage, request_id: str) -> bool:
     shown = await stage.get(f"/debug/requests/{request_id}")
     return shown.get("state") in {state.value for state in REQUEST.final}
-
-
-def _check(holds: bool, what: str) -> None:
-    if not holds:
-        raise SceneFailed(f"expected that {what}")
-
-
-def _title(text: str) -> None:
-    _say(f"\n━━ {text}")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

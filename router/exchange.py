@@ -18,6 +18,9 @@ from router.answering import (
     StreamAnswering,
     WholeAnswering,
     broken,
+    crowded,
+    leaving,
+    unreachable,
 )
 from router.calls import Call
 from router.clocks import Clocks, is_due
@@ -120,6 +123,7 @@ class Exchange:
         self.leg = leg
         self._answering = None
         self.queue_until = None
+        self.clocks.go_to(behind_nats=leg.worker.is_behind_nats)
         if self.channel.is_slow:
             leg.pause()
 
@@ -141,11 +145,35 @@ class Exchange:
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if connecting:
             leg.worker.probe_soon()
-            refusal = Refusal("upstream_unreachable", "The worker cannot be reached.")
-            self.lose(leg, "broke", "leg_lost", Failure(refusal))
+            self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
         elif not self._survives(leg, "broke"):
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
+
+    def on_leg_handed_back(self, leg: Leg) -> None:
+        if not self._survives(leg, "handed_back"):
+            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
+
+    def on_leg_full(self, leg: Leg) -> None:
+        self.lose(leg, "backpressure", "overloaded", Failure(crowded()))
+
+    def on_leg_too_large(self, leg: Leg, limit: int) -> None:
+        """No verdict on anybody: another form of it, or a worker that is reached by another way."""
+        moving = self.ticket.moving
+        if moving is not None and moving.can_rephrase:
+            self.refuse_unfaithful(leg)
+            return
+        self.ticket.tried.add(leg.worker)
+        failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
+        if self.ticket.state is S.RESUMING:
+            failure = Failure(broken())  # what is too large is not what the client wrote
+        leg.fire("handed_back")
+        self.fire("handed_back", failure)
+
+    def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        if not self._survives(leg, "let_go"):
+            refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
+            self.lose(leg, "let_go", "leg_lost", Failure(refusal))
 
     def _survives(self, leg: Leg, leg_fact: str) -> bool:
         return self._answering is not None and self._answering.survives(leg_fact)
@@ -181,13 +209,15 @@ class Exchange:
 
     # What an answer needs
 
-    def lose(self, leg: Leg, leg_fact: str, fact: str, failure: Failure) -> None:
+    def lose(
+        self, leg: Leg, leg_fact: str, fact: str, failure: Failure, *, was_sent: bool = True
+    ) -> None:
         """The leg ended badly: its own fact, then the request's."""
         ticket, moving = self.ticket, self.ticket.moving
         if fact != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
             ticket.tried.add(leg.worker)
             if moving is not None:
-                self._note_break(leg, moving, leg_fact)
+                self._note_break(leg, moving, leg_fact, was_sent=was_sent)
         leg.fire(leg_fact)
         self.give_up(fact, failure)
 
@@ -203,11 +233,10 @@ class Exchange:
         if fact == "rejected" and moving is not None and ticket.state is S.MIGRATING:
             moving.refuse_form()
 
-    def _note_break(self, leg: Leg, moving: Moving, leg_fact: str) -> None:
+    def _note_break(self, leg: Leg, moving: Moving, leg_fact: str, *, was_sent: bool) -> None:
         # A status is an answer, and an abort is orderly: by neither has anybody died.
-        died = (leg_fact == "broke" and leg.state is not LegState.CONNECTING) or (
-            leg_fact == "erred" and leg.is_stream
-        )
+        was_sent = was_sent and leg.state is not LegState.CONNECTING
+        died = (leg_fact == "broke" and was_sent) or (leg_fact == "erred" and leg.is_stream)
         reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
         if self.ticket.state in _MOVABLE:
             moving.lose(leg.worker, last_event_at=leg.last_event_at, died=died, reason=reason)
@@ -215,7 +244,7 @@ class Exchange:
                 leg.stream_outcome = "migrated"
 
     def refuse_unfaithful(self, leg: Leg) -> None:
-        """The worker went on with something else than it was sent: its form is not understood."""
+        """This form will not do: the worker went on with something else, or never got it."""
         self.lose(leg, "let_go", "rejected", Failure(broken()))
 
     def hand_back(self, leg: Leg) -> None:
@@ -224,8 +253,7 @@ class Exchange:
             self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
         )
         if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
-            refusal = Refusal("shutting_down", "The worker is shutting down.")
-            self.lose(leg, "handed_back", "handed_back", Failure(refusal))
+            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""

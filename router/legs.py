@@ -31,6 +31,18 @@ class LegOwner(Protocol):
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         """The connection is gone."""
 
+    def on_leg_handed_back(self, leg: Leg) -> None:
+        """The draining worker returned the request unfinished."""
+
+    def on_leg_full(self, leg: Leg) -> None:
+        """The worker's queue holds all that it may, which is as good as its own 429."""
+
+    def on_leg_too_large(self, leg: Leg, limit: int) -> None:
+        """What was to be sent is more than the wire to this worker takes (bytes)."""
+
+    def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        """The wire has failed, and nobody knows what the worker does."""
+
     def on_crash(self, error: Exception) -> None:
         """A callback raised: a bug of ours."""
 
@@ -189,6 +201,23 @@ class Leg:
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         if self.is_open:
             self.owner.on_leg_broken(self, detail, connecting=connecting)
+
+    def on_handed_back(self) -> None:
+        if self.is_open:
+            self.owner.on_leg_handed_back(self)
+
+    def on_full(self) -> None:
+        if self.is_open:
+            self.fire("head_arrived")
+            self.owner.on_leg_full(self)
+
+    def on_too_large(self, limit: int) -> None:
+        if self.is_open:
+            self.owner.on_leg_too_large(self, limit)
+
+    def on_missed(self, detail: str) -> None:
+        if self.is_open:
+            self.owner.on_leg_missed(self, detail)
 
     def on_crash(self, error: Exception) -> None:
         try:

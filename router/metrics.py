@@ -72,6 +72,19 @@ class Source(Protocol):
     def workers(self) -> Iterable[WorkerView]: ...
 
 
+class NatsView(Protocol):
+    """What a scrape reads of the broker and the registry."""
+
+    @property
+    def is_connected(self) -> bool: ...
+    @property
+    def seconds_since_sync(self) -> float: ...
+    @property
+    def entries(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+
+
 # --- what is counted -------------------------------------------------------------------------
 
 
@@ -131,6 +144,9 @@ class Metrics(Collector):
         self._worker_requests: Counts = {}
         self._streams: Counts = {}
         self._overridden: Counts = {}
+        self._nats_view: Callable[[], NatsView | None] = lambda: None
+        self._nats_missed: Counts = {}
+        self._nats_lost: Counts = {}
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
@@ -189,6 +205,20 @@ class Metrics(Collector):
         """A bug of ours was caught in `place`, one of ERROR_PLACES."""
         self._internal_errors[place,] += 1
 
+    def follow_nats(self, view: Callable[[], NatsView | None]) -> None:
+        """From here on there are series of the broker and the registry."""
+        self._nats_view = view
+        self._nats_missed = {(): 0}
+        self._nats_lost = {(): 0}
+
+    def nats_missed(self) -> None:
+        """Part of an answer, or a request, was lost on its way over NATS."""
+        self._nats_missed[()] += 1
+
+    def nats_lost(self) -> None:
+        """The view of the registry became stale."""
+        self._nats_lost[()] += 1
+
     def worker_joined(self, worker: str, role: str) -> None:
         """From here on the worker has series; joining again keeps what was counted."""
         for leg_outcome in LEG_OUTCOMES:
@@ -232,8 +262,9 @@ class Metrics(Collector):
                     family.add_sample(row.name, labels, value)
             yield family
 
-    def _samples(self) -> dict[str, Mapping[tuple[str, ...], int | Histogram]]:
+    def _samples(self) -> dict[str, Mapping[tuple[str, ...], float | Histogram]]:
         workers = list(self._source.workers())
+        view = self._nats_view()
         return {
             "baton_requests_total": self._requests,
             "baton_request_duration_seconds": {(r,): h for r, h in self._durations.items()},
@@ -260,6 +291,14 @@ class Metrics(Collector):
             "baton_pd_prefill_failures_total": self._prefill_failures,
             "baton_breaker_overridden_total": self._overridden,
             "baton_internal_errors_total": self._internal_errors,
+            "baton_nats_connected": {} if view is None else {(): int(view.is_connected)},
+            "baton_nats_missed_total": self._nats_missed,
+            "baton_registry_seconds_since_sync": (
+                {} if view is None else {(): view.seconds_since_sync}
+            ),
+            "baton_registry_entries": {} if view is None else {(): view.entries},
+            "baton_registry_refused_total": {} if view is None else {(): view.refused},
+            "baton_registry_lost_total": self._nats_lost,
         }
 
     def _transitions(self) -> Counts:

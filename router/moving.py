@@ -10,7 +10,7 @@ from __future__ import annotations
 from attrs import define, field
 
 from router.migration.agreement import Agreed, Disagreed, Inquiry, seek
-from router.migration.asking import ask, plan_asking
+from router.migration.asking import ask, gives_ids, plan_asking
 from router.migration.attempt import Attempt
 from router.migration.closing import close
 from router.migration.continuation import (
@@ -100,6 +100,26 @@ class Moving:
             return False
         rest = record.rest()
         return (self.moves_left > 0 and not self.is_suspect) or (rest is not None and rest <= 0)
+
+    @property
+    def may_be_handed_back(self) -> bool:
+        """What the attempt that begins now will bring can be continued, as far as is known.
+
+        A worker that drains keeps a request for longer if it cannot be moved, so this is false in
+        doubt: for the last move, and for shapes that are tied to their worker once they flow.
+        """
+        record = self.record
+        if self.shape.poison is not None or record.poison is not None or record.is_too_long:
+            return False
+        return not self.is_suspect and self.moves_left > (self.continuation is not None)
+
+    def may_go_to(self, worker: Worker) -> bool:
+        """This worker could take over from the attempt that begins now, as far as is known."""
+        shape = self.shape
+        if shape.text_barred is None:
+            return True
+        is_kin = self.fingerprint is not None and worker.fingerprint == self.fingerprint
+        return is_kin and shape.asks_ids is not False and gives_ids(worker.engine, shape.endpoint)
 
     @property
     def can_rephrase(self) -> bool:

@@ -20,7 +20,7 @@ from attrs import asdict, define, field
 
 from router.engines import MODELS, Answer, Knowledge, next_question, recognise
 from router.migration.fingerprint import fingerprint, question_body, read_ids
-from router.wires.client import ask
+from router.wires.client import WireAway, ask
 from router.worker import Probe, ProbeOutcome, Worker
 from statemachines import Edge
 from statemachines.worker import WorkerState
@@ -39,6 +39,7 @@ BODY_BYTES_MAX: Final = 4 * 1024 * 1024  # of an answer; SGLang 0.5.23's /server
 # The health endpoint does not exist, which is no illness: llama.cpp behind a prefix, a gateway
 # or an ingress that passes /v1 only. Then the list of models stands in for it.
 NO_SUCH_ENDPOINT: Final = frozenset({404, 405, 501})
+POST_REFUSED: Final = 405
 
 
 class ProbeSettings(Protocol):
@@ -92,7 +93,8 @@ class ProbeLoop:
     jitter: Callable[[], float]
     _asked: trio.Event = field(init=False, factory=trio.Event)
     _started_at: float = field(init=False, default=0.0)
-    _since_learned: int = field(init=False, default=0)
+    #: Probes since it was learned from; the first one learns, whatever an agent has registered.
+    _since_learned: int = field(init=False, default=LEARN_EVERY)
     _has_endpoint: bool = field(init=False, default=True)
 
     def ask(self) -> None:
@@ -106,6 +108,8 @@ class ProbeLoop:
         self._started_at = trio.current_time()
         try:
             probe = await self._probe(was_asked)
+        except WireAway:
+            return  # a broker that is away makes no worker ill
         except Exception as error:
             # A bug of ours. It counts against the worker, since a worker that cannot be probed
             # cannot be trusted either, and the next probe may well go through.
@@ -150,6 +154,8 @@ class ProbeLoop:
             return _met(ProbeOutcome.TIMED_OUT)
         except (socket.gaierror, UnicodeError) as error:
             return _met(ProbeOutcome.UNRESOLVED, str(error))
+        except WireAway:
+            raise
         except httpx.ConnectError as error:
             return _met(ProbeOutcome.REFUSED, str(error))
         except httpx.RequestError as error:
@@ -162,9 +168,14 @@ class ProbeLoop:
             self._note_missing_endpoint()
             answer = await self._get(MODELS)
             # A server that wants a key, or is busy, is a server.
-            if answer.status < 500 and answer.status not in NO_SUCH_ENDPOINT:
+            is_there = answer.status < 500 and answer.status not in NO_SUCH_ENDPOINT
+            if is_there or self._cannot_be_asked(answer):
                 return _met(ProbeOutcome.PASSED, f"{MODELS} answered {answer.status}")
         return _met(_outcome(answer.status), str(answer.status))
+
+    def _cannot_be_asked(self, answer: Answer) -> bool:
+        """Infera's own worker turns every request into a POST, and its engine refuses that."""
+        return self.worker.is_behind_nats and answer.status == POST_REFUSED
 
     async def _learn(self) -> Probe:
         answers: dict[str, Answer] = {}
@@ -210,6 +221,8 @@ class ProbeLoop:
 
     async def _resolve(self) -> None:
         """Look the host up anew each time: a name may move to another machine."""
+        if self.worker.is_behind_nats:
+            return  # its broker knows the way
         found = await trio.socket.getaddrinfo(
             self.worker.host, self.worker.port, type=socket.SOCK_STREAM
         )

@@ -3,9 +3,8 @@
 Sockets are non-blocking and registered once, edge-triggered, in a private epoll. It is drained a
 bounded number of events a pass, in Trio's idle moments (`router.idling`) or, where these cannot be
 had, by an ordinary task; a pass reads, calls the channels' callbacks, which are synchronous, and
-writes what they said. No channel,
-cancel scope or task switch is paid per event; lifetimes stay what they are in Trio, because a
-channel never outlives the task that owns it.
+writes what they said. No channel, cancel scope or task switch is paid per event; lifetimes stay
+what they are in Trio, because a channel never outlives the task that owns it.
 
 Rules that keep it safe, each with a test:
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from router.agent.settings import OPTIONS as AGENT_OPTIONS
 from router.config import OPTIONS, unavailable_notes
 from router.migration.poison import Poison
 from router.options import Option
@@ -18,16 +19,17 @@ def blocks() -> dict[str, str]:
     """The generated blocks, by the name that documents ask for."""
     bounds = {"duration-bounds": DURATION_BOUNDS, "first-token-bounds": FIRST_TOKEN_BOUNDS}
     made = {
-        "options": _lines(_options()),
+        "options": _lines(_options(OPTIONS)),
+        "agent-options": _lines(_options(AGENT_OPTIONS)),
         "metrics": _lines(_metrics()),
         "poison": _lines(_poison()),
     }
     return made | {name: ", ".join(f"{b:g}" for b in of) + "\n" for name, of in bounds.items()}
 
 
-def _options() -> Iterator[str]:
+def _options(table: Iterable[Option]) -> Iterator[str]:
     notes = unavailable_notes()
-    for section, rows in groupby(OPTIONS, key=lambda each: each.section):
+    for section, rows in groupby(table, key=lambda each: each.section):
         yield f"### {section}\n"
         yield "| flag | default | meaning |"
         yield "|---|---|---|"

@@ -18,7 +18,7 @@ from attrs import frozen
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
-COLUMNS = ("id", "state", "breaker", "inflight", "role", "engine", "models", "url")
+COLUMNS = ("id", "state", "breaker", "inflight", "role", "engine", "models", "url", "origin")
 
 Act = Callable[[argparse.Namespace, "Api"], str]
 
@@ -135,6 +135,7 @@ class _Row(msgspec.Struct):
     breaker: str = ""
     inflight: int = 0
     models: tuple[str, ...] = ()
+    origin: str = ""
 
 
 class _Workers(msgspec.Struct):
@@ -163,6 +164,8 @@ def _add(arguments: argparse.Namespace, api: Api) -> str:
         body["group"] = spec.group
     if spec.bootstrap_port is not None:
         body["bootstrap_port"] = spec.bootstrap_port
+    if spec.bootstrap_host is not None:
+        body["bootstrap_host"] = spec.bootstrap_host
     if spec.dp_size != 1:
         body["dp_size"] = spec.dp_size
     api.ask("POST", "/v1/workers", body)

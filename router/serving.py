@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -91,20 +92,16 @@ class Serving:
     emptied: Waker = field(factory=Waker)
     ended: deque[Ticket] = field(factory=lambda: deque(maxlen=ENDED_MAX))
     bugs: Bugs = field(init=False)
+    _nats_deadlines: Deadlines = field(init=False)
     _soonest: float = field(init=False)
     _book_request: Listener = field(init=False)
     _leg_listeners: tuple[LegListener, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
-        self.deadlines = Deadlines(
-            request=settings.request_timeout_secs,
-            first_token=settings.first_token_timeout_secs,
-            stream_idle=settings.stream_idle_timeout_secs,
-            suspect_idle=settings.suspect_idle_secs,
-            keep_alive=settings.migration_keep_alive_secs,
-        )
-        self._soonest = self.deadlines.soonest()
+        self.deadlines = Deadlines.of(settings)
+        self._nats_deadlines = self.deadlines.behind_nats(settings)
+        self._soonest = min(self.deadlines.soonest(), self._nats_deadlines.soonest())
         self.admission = Admission(settings.max_concurrent_requests, settings.queue_size)
         self.bugs = Bugs(self.metrics, self.live, self.ended, self.emptied, self.admission)
         self._book_request = self.booking.listener("request")
@@ -209,7 +206,12 @@ class Serving:
             call=call,
             channel=channel,
             route=route,
-            clocks=Clocks(self.deadlines, ticket, wants_stream=bool(asked.stream)),
+            clocks=Clocks(
+                self.deadlines,
+                ticket,
+                wants_stream=bool(asked.stream),
+                nats_deadlines=self._nats_deadlines,
+            ),
             whole_bytes_max=self.settings.max_body_bytes,
             observer=self,
         )
@@ -360,7 +362,29 @@ class Serving:
             is_keyed=bool(self.settings.api_key),
         )
         lines = b"%bx-request-id: %b\r\n" % (headers, exchange.ticket.id.encode())
-        leg.attach(self.house.line(leg.worker).send(b"POST", target, lines, body, leg))
+        line = self.house.line(leg.worker)
+        sent = line.send(
+            b"POST",
+            target,
+            lines,
+            body,
+            leg,
+            streams=exchange.clocks.wants_stream,
+            movable=partial(self._is_movable, exchange.ticket),
+            queues=True,
+        )
+        leg.attach(sent)
+
+    def _is_movable(self, ticket: Ticket) -> bool:
+        """The promise that this attempt, handed back by its worker, goes on elsewhere."""
+        moving, worker = ticket.moving, ticket.worker
+        if moving is None or worker is None or not moving.may_be_handed_back:
+            return False
+        ready = self.fleet.ready("mixed", ticket.model)
+        return any(
+            each is not worker and each not in ticket.tried and moving.may_go_to(each)
+            for each in ready
+        )
 
     def _nobody(self, model: str | None) -> Refusal:
         if (unknown := unknown_model(self.fleet, model)) is not None:

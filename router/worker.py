@@ -1,7 +1,8 @@
 """The workers: what is known of each, how many legs it carries, and who of them is ready.
 
 Everything here is pure: probes and streams report what they saw, and the chart decides what
-follows from it. Load is the size of the set of live legs and nothing else, so it cannot drift.
+follows from it. Our load is the size of the set of live legs and nothing else, so it cannot drift;
+what other routers add to it is what an agent says.
 Nothing here may open a socket, sleep, or keep a worker alive that has been removed.
 """
 
@@ -20,6 +21,14 @@ from statemachines import WORKER, Edge
 from statemachines.worker import WorkerState
 
 Address = tuple[int, tuple[str, int] | tuple[str, int, int, int]]
+
+
+class Origin(Enum):
+    """Who named a worker."""
+
+    STATIC = "static"  # the settings
+    API = "api"
+    REGISTRY = "registry"
 
 
 class DuplicateWorker(ValueError):
@@ -76,7 +85,10 @@ class Worker:
     role: str
     group: str | None
     bootstrap_port: int | None
+    bootstrap_host: str  # where decode workers find a prefill worker's KV cache
     breaker: Breaker
+    is_behind_nats: bool = False
+    origin: Origin = Origin.STATIC
     dp_size: int = 1
     failure_threshold: int = 3
     success_threshold: int = 2
@@ -85,6 +97,8 @@ class Worker:
     # Invariant: exactly the legs that are between dispatch and their final state. Whoever starts
     # a leg adds it, its final state discards it; load is read from here and counted nowhere else.
     legs: set[object] = field(factory=set)
+    #: Requests of other routers, as its agent last told; 0 where nobody tells.
+    elsewhere: int = 0
     engine: str = field(init=False)
     models: tuple[str, ...] = ()
     context_length: int | None = None
@@ -157,7 +171,7 @@ class Worker:
 
     def learn(self, knowledge: Knowledge) -> None:
         """Take in what the engine says of itself; what was configured stays."""
-        if not self.has_own_port:
+        if not self.has_own_port and knowledge.bootstrap_port is not None:
             self.bootstrap_port = knowledge.bootstrap_port
         if self.configured_engine == "auto":
             self.engine = knowledge.engine
@@ -210,12 +224,13 @@ class Fleet:
     def __repr__(self) -> str:
         return f"<Fleet: {list(self._workers.values())}>"
 
-    def add(self, spec: WorkerSpec) -> Worker:
+    def add(self, spec: WorkerSpec, origin: Origin = Origin.STATIC) -> Worker:
         """A new worker, not yet probed; raises DuplicateWorker for an id that is taken."""
         if spec.id in self._workers:
             raise DuplicateWorker(f"worker {spec.id}: already in the fleet")
-        worker = self._workers[spec.id] = self._make(spec)
-        self._count()
+        worker = self._workers[spec.id] = self._make(spec, origin)
+        self._forget()
+        self.has_halves = self.has_halves or worker.role != "mixed"
         _tell(self.on_joined, worker)
         return worker
 
@@ -224,7 +239,9 @@ class Fleet:
         worker = self.get(worker_id)
         del self._workers[worker_id]
         WORKER.fire(worker, "removed")
-        self._count()
+        self._forget()
+        if worker.role != "mixed":
+            self.has_halves = any(each.role != "mixed" for each in self._workers.values())
         _tell(self.on_left, worker)
         return worker
 
@@ -275,7 +292,7 @@ class Fleet:
         """
         return any(_may_serve(worker, model) for worker in self.all())
 
-    def _make(self, spec: WorkerSpec) -> Worker:
+    def _make(self, spec: WorkerSpec, origin: Origin) -> Worker:
         breaker = Breaker(
             id=spec.id,
             threshold=self.settings.breaker_failure_threshold,
@@ -294,7 +311,10 @@ class Fleet:
             role=spec.role,
             group=spec.group,
             bootstrap_port=spec.bootstrap_port,
+            bootstrap_host=spec.meeting_host,
             breaker=breaker,
+            is_behind_nats=spec.is_behind_nats,
+            origin=origin,
             dp_size=spec.dp_size,
             failure_threshold=self.settings.health_failure_threshold,
             success_threshold=self.settings.health_success_threshold,
@@ -308,10 +328,6 @@ class Fleet:
 
     def _forget(self) -> None:
         self._ready.clear()
-
-    def _count(self) -> None:
-        self._forget()
-        self.has_halves = any(worker.role != "mixed" for worker in self._workers.values())
 
     def _find_ready(self, role: str, model: str | None) -> tuple[Worker, ...]:
         found = tuple(

@@ -18,10 +18,13 @@ from router.options import SettingsError
 ENGINES = ("auto", "vllm", "sglang", "openai")
 ROLES = ("mixed", "prefill", "decode")
 RANKS_MAX = 4096
-_OPTIONS = ("engine", "id", "group", "bootstrap_port", "dp_size")
+OPTIONS = ("engine", "id", "group", "bootstrap_port", "bootstrap_host", "dp_size")
+NATS = "nats:"
+"""What the URL of a worker behind NATS begins with; its id follows."""
 
 _ID = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:/\[\]-]{0,127}")
 """Worker ids and groups are metric labels, log fields and URL path segments."""
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 
 
 @frozen
@@ -40,6 +43,8 @@ class WorkerSpec:
     role: str = "mixed"
     group: str | None = None
     bootstrap_port: int | None = None
+    bootstrap_host: str | None = None
+    """Where decode workers find its KV cache; none means the host."""
     dp_size: int = 1
     """Data-parallel ranks behind the address, each of which can be asked for."""
 
@@ -53,39 +58,53 @@ class WorkerSpec:
         role: str = "mixed",
         group: str | None = None,
         bootstrap_port: int | None = None,
+        bootstrap_host: str | None = None,
         dp_size: int = 1,
     ) -> WorkerSpec:
         """A worker from its parts, as the worker API receives them; raises SettingsError."""
-        scheme, host, port, base_path = _split_worker_url(url)
-        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         _check_id("id", id)
+        place = _nats_place(url, id) if url.startswith(NATS) else _http_place(url)
         _check_id("group", group)
         _check_choice("engine", engine, ENGINES)
         _check_choice("role", role, ROLES)
         if bootstrap_port is not None and not 0 < bootstrap_port < 65536:
             raise SettingsError(f"bootstrap_port must be from 1 to 65535, not {bootstrap_port}")
+        if bootstrap_host is not None and not _HOST.fullmatch(bootstrap_host):
+            raise SettingsError(f"bootstrap_host must be a host, not {bootstrap_host!r}")
         if not 0 < dp_size <= RANKS_MAX:
             raise SettingsError(f"dp_size must be from 1 to {RANKS_MAX}, not {dp_size}")
         return cls(
-            url=f"{scheme}://{netloc}{base_path}",
-            scheme=scheme,
-            host=host,
-            port=port,
-            base_path=base_path,
-            id=id if id is not None else netloc + base_path,
+            url=place.url,
+            scheme=place.scheme,
+            host=place.host,
+            port=place.port,
+            base_path=place.base_path,
+            id=id if id is not None else place.id,
             engine=engine,
             role=role,
             group=group,
             bootstrap_port=bootstrap_port,
+            bootstrap_host=bootstrap_host,
             dp_size=dp_size,
         )
 
+    @property
+    def meeting_host(self) -> str:
+        """Where decode workers find its KV cache: as told, or where it is itself."""
+        if self.bootstrap_host is not None:
+            return self.bootstrap_host
+        # The id of an agent is by default its engine's host:port.
+        return self.host or re.sub(r":\d+$", "", self.id).strip("[]")
+
+    @property
+    def is_behind_nats(self) -> bool:
+        """Whether it is reached by its id over NATS rather than at an address."""
+        return self.scheme == "nats"
+
     @classmethod
     def parse(cls, text: str, *, role: str = "mixed") -> WorkerSpec:
-        """A worker from `URL[,engine=…][,id=…][,group=…][,bootstrap_port=…][,dp_size=…]`."""
+        """A worker from `URL[,KEY=VALUE]…`, the keys being those of `OPTIONS`."""
         url, *pairs = text.split(",")
-        if url.startswith("nats:"):
-            raise SettingsError(f"{url}: workers behind NATS are not available yet in this version")
         given = dict(_split_pair(url, pair) for pair in pairs)
         if len(given) < len(pairs):
             raise SettingsError(f"{url}: an option is given twice")
@@ -102,6 +121,7 @@ class WorkerSpec:
                 role=role,
                 group=given.get("group"),
                 bootstrap_port=None if port is None else int(port),
+                bootstrap_host=given.get("bootstrap_host"),
                 dp_size=int(given.get("dp_size", "1")),
             )
         except SettingsError as problem:
@@ -109,13 +129,51 @@ class WorkerSpec:
 
     def to_text(self) -> str:
         """The text that `parse` reads back as this worker (its role is said by the flag)."""
-        pairs = {"engine": self.engine, "id": self.id, "group": self.group}
-        pairs["bootstrap_port"] = None if self.bootstrap_port is None else str(self.bootstrap_port)
-        pairs["dp_size"] = None if self.dp_size == 1 else str(self.dp_size)
-        left_out = {"auto", None, self.url.partition("://")[2]}
-        return ",".join(
-            [self.url, *(f"{key}={value}" for key, value in pairs.items() if value not in left_out)]
-        )
+        pairs = {
+            "engine": None if self.engine == "auto" else self.engine,
+            "id": None
+            if self.url in (f"{NATS}{self.id}", f"{self.scheme}://{self.id}")
+            else self.id,
+            "group": self.group,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_host": self.bootstrap_host,
+            "dp_size": None if self.dp_size == 1 else self.dp_size,
+        }
+        given = (f"{key}={value}" for key, value in pairs.items() if value is not None)
+        return ",".join([self.url, *given])
+
+
+@frozen
+class _Place:
+    """Where a worker is, and the id it has unless one is given."""
+
+    url: str
+    scheme: str
+    host: str
+    port: int
+    base_path: str
+    id: str
+
+
+def _nats_place(url: str, id: str | None) -> _Place:
+    named = url.removeprefix(NATS)
+    _check_id("the id of a worker behind NATS", named)
+    if id not in (None, named):
+        raise SettingsError(f"the id of a worker behind NATS is in its URL, {id!r} is another")
+    return _Place(url=url, scheme="nats", host="", port=0, base_path="", id=named)
+
+
+def _http_place(url: str) -> _Place:
+    scheme, host, port, base_path = _split_worker_url(url)
+    place = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") + base_path
+    return _Place(
+        url=f"{scheme}://{place}",
+        scheme=scheme,
+        host=host,
+        port=port,
+        base_path=base_path,
+        id=place,
+    )
 
 
 def _split_worker_url(url: str) -> tuple[str, str, int, str]:
@@ -125,7 +183,7 @@ def _split_worker_url(url: str) -> tuple[str, str, int, str]:
     except ValueError as problem:
         raise SettingsError(f"not a URL ({problem})") from None
     if parts.scheme not in ("http", "https") or not url.isprintable() or " " in url:
-        raise SettingsError("a worker's URL begins with http:// or https://")
+        raise SettingsError("a worker's URL begins with http://, https:// or nats:")
     if not parts.hostname:
         raise SettingsError("the host is missing")
     if "@" in parts.netloc:
@@ -144,8 +202,8 @@ def _split_worker_url(url: str) -> tuple[str, str, int, str]:
 
 def _split_pair(url: str, pair: str) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
-    if not equals or key not in _OPTIONS:
-        known = ", ".join(f"{each}=" for each in _OPTIONS)
+    if not equals or key not in OPTIONS:
+        known = ", ".join(f"{each}=" for each in OPTIONS)
         raise SettingsError(f"{url}: unknown option {pair!r}; known are {known}")
     return key, value
 

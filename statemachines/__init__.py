@@ -6,6 +6,7 @@ Pure: nothing here performs I/O, reads a clock or imports the router. A reader s
 
 from statemachines.breaker import BREAKER
 from statemachines.chart import Chart, Edge, IllegalTransition, MalformedChart, Subject
+from statemachines.handback import HANDBACK
 from statemachines.leg import LEG
 from statemachines.request import REQUEST
 from statemachines.router import ROUTER
@@ -14,6 +15,7 @@ from statemachines.worker import WORKER
 __all__ = [
     "BREAKER",
     "CHARTS",
+    "HANDBACK",
     "LEG",
     "REQUEST",
     "ROUTER",
@@ -26,4 +28,4 @@ __all__ = [
 ]
 
 #: Every chart, in the order in which they are drawn and listed.
-CHARTS: tuple[Chart, ...] = (REQUEST, LEG, WORKER, BREAKER, ROUTER)
+CHARTS: tuple[Chart, ...] = (REQUEST, LEG, WORKER, BREAKER, ROUTER, HANDBACK)

@@ -50,5 +50,6 @@ def run_checks() -> Report:
             explore(worlds.breaker()),
             explore(worlds.worker()),
             explore(worlds.router()),
+            explore(worlds.handback()),
         )
     )

@@ -15,6 +15,8 @@ from attrs import define, field, frozen
 from router.sim.engine import SimEngine
 from router.sim.wire import Received
 from router.ticket import Ticket
+from tests.memory_broker import MemoryServer
+from tests.nats_peers import Peer
 from tests.plans import Client, Plan
 
 
@@ -204,6 +206,9 @@ class Outcome:
     connects: list[tuple[str, int]]
     #: Seconds after the plan's begin at which the router had stopped.
     stopped_at: float
+    #: The broker, and the agents of engines behind it by the engine's place.
+    server: MemoryServer
+    peers: dict[int, Peer]
 
     @property
     def one(self) -> Got:

@@ -26,6 +26,7 @@ from router.ticket import Ticket
 from router.workerspec import WorkerSpec
 from statemachines import REQUEST
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.memory_broker import MemoryServer
 from tests.outcome import Got, series
 from tests.plans import Client, Plan
 from tests.simulate import HOST, Lines, Run, read_metrics, requests_of, run_connection
@@ -397,7 +398,7 @@ async def _play(pairs: Pairs) -> Result:
             pairs.prepare(app)
         watch(app)
         app.listen()
-        inside = Run(plan, network, [], app, log)
+        inside = Run(plan, network, [], app, log, MemoryServer(), {})
         result = await _run(pairs, inside, prefills, decodes)
         world.cancel_scope.cancel(reason="the run is over")
     check(result, has_bug=pairs.has_bug)

@@ -33,6 +33,9 @@ class Engine:
     names_port: bool = True
     #: A line that all its answers carry besides.
     header: str = ""
+    #: How it is reached: "http", or by an agent over NATS, one of ours ("nats") or one that numbers
+    #: no frames and sends neither heads nor heartbeats ("old"). Empty: as simulate's WIRE says.
+    wire: str = ""
     #: A timetable instead of a pace and of faults; see tests/scripted.py.
     script: str = ""
 
@@ -109,6 +112,8 @@ class Plan:
     #: Seed for everything else that is left to luck: policies, jitter, ids.
     luck: int = 0
     pipe_bytes: int = 64 * 1024
+    #: Of the broker, where there is one.
+    max_payload: int = 1 << 20
     #: (moment, what): see `tests.simulate.happen`.
     happenings: tuple[tuple[float, str], ...] = ()
     #: Moments at which the inside is looked at; see `Look`.

@@ -25,6 +25,8 @@ from router.sim.engine import SimEngine
 from router.sim.settings import SimSettings
 from router.workerspec import WorkerSpec
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.memory_broker import MemoryBroker, MemoryServer
+from tests.nats_peers import Peer, dialler
 from tests.neighbours import Neighbours
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
@@ -34,6 +36,8 @@ from tests.scripted import ScriptedEngine
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
 
 HOST = "127.0.0.1"
+#: How engines are reached that do not say it; stories of all wires set it (see `over`).
+WIRE = "http"
 #: Virtual seconds after which a run is given up: something hangs.
 GIVE_UP_SECONDS = 20_000
 #: Where the first engine hands over, if it is half of a pair.
@@ -80,7 +84,23 @@ class Run:
     engines: list[SimEngine]
     app: App
     log: Lines
+    server: MemoryServer
+    #: The agents of engines behind NATS, by the engine's place.
+    peers: dict[int, Peer]
     looks: list[Look] = field(factory=list)
+
+    @property
+    def broker(self) -> MemoryBroker:
+        """The router's connection to the broker."""
+        assert isinstance(self.app.broker, MemoryBroker)
+        return self.app.broker
+
+    @property
+    def inbox(self) -> str:
+        """Where the router gets its replies."""
+        every = [each.subject for each in self.broker.subscriptions]
+        (found,) = [subject for subject in every if subject.startswith("_INBOX.")]
+        return found
 
 
 async def _run(plan: Plan) -> Outcome:
@@ -101,17 +121,24 @@ async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
         await _start_engine(network, neighbours, number, each, plan)
         for number, each in enumerate(plan.engines)
     ]
+    server = MemoryServer()
+    server.max_payload = plan.max_payload
+    peers = {
+        number: _start_peer(world, network, server, number, plan)
+        for number, each in enumerate(plan.engines)
+        if _wire_of(each) != "http"
+    }
     log = Lines()
     logs = configure(format="json", level="info")
     logs.writer = log
-    app = App(_settings(plan), network, logs)
+    app = App(_settings(plan), network, logs, server.broker() if peers else None)
     app.serving.chooser = make_chooser(app.settings.policy, random.Random(plan.luck))
     app.serving.pairs.choose_by(random.Random(plan.luck))
     app.serving.pairs.rng = random.Random(plan.luck)
     watch_passes(app)
     watch_time(app)
     app.listen()
-    return Run(plan, network, engines, app, log)
+    return Run(plan, network, engines, app, log, server, peers)
 
 
 async def _run_to_its_end(run: Run) -> Outcome:
@@ -138,6 +165,7 @@ async def _run_to_its_end(run: Run) -> Outcome:
         everything_is_given_back(app)
         metrics = read_metrics(app)
         app.ask_to_stop()
+    assert all(not broker.errors for broker in run.server.brokers)
     assert not run.network.open_sockets, f"sockets left open: {run.network.open_sockets}"
     await trio.testing.wait_all_tasks_blocked()
     got = [each for requests in connections for each in requests]
@@ -153,6 +181,8 @@ async def _run_to_its_end(run: Run) -> Outcome:
         log=[msgspec.json.decode(line) for line in run.log.lines],
         connects=run.network.connects,
         stopped_at=stopped_at,
+        server=run.server,
+        peers=run.peers,
     )
 
 
@@ -161,6 +191,8 @@ def _settings(plan: Plan) -> Settings:
     values: dict[str, object] = {"host": HOST, "port": 8000}
     for key, role in (("worker_urls", "mixed"), ("prefill", "prefill"), ("decode", "decode")):
         values[key] = tuple(spec for spec in specs if spec.role == role)
+    if any(spec.is_behind_nats for spec in specs):
+        values["nats"] = "nats://127.0.0.1:4222"
     # The plan's values are checked by the settings' own validators.
     return Settings(**(values | plan.settings))  # type: ignore[arg-type]
 
@@ -171,6 +203,10 @@ def _spec(number: int, engine: Engine) -> WorkerSpec:
     if is_met and "bootstrap_port" not in options:
         options += f",bootstrap_port={KV_PORT + number}"
     text = f"http://{HOST}:{9000 + number},id={worker_id(number)}{options}"
+    if _wire_of(engine) != "http":
+        text = f"nats:{worker_id(number)},bootstrap_host={HOST}{options}"
+        if _wire_of(engine) == "old" and "engine=" not in options:
+            text += f",engine={engine.kind}"  # it cannot be asked
     return WorkerSpec.parse(text, role=engine.role)
 
 
@@ -209,6 +245,26 @@ async def _start_engine(
     return sim
 
 
+def _wire_of(engine: Engine) -> str:
+    return engine.wire or WIRE
+
+
+def _start_peer(
+    world: trio.Nursery, network: MemoryNetwork, server: MemoryServer, number: int, plan: Plan
+) -> Peer:
+    address = HOST, 9000 + number
+    dial = dialler(
+        world,
+        lambda: network.engines[address],
+        lambda: network.refuses[address](),
+    )
+    queues = bool(plan.settings.get("nats_req_max_pending"))
+    is_old = _wire_of(plan.engines[number]) == "old"
+    peer = Peer(world, server.broker(), worker_id(number), dial, is_old=is_old, queues=queues)
+    peer.start()
+    return peer
+
+
 def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitable[None]]:
     async def serve(stream: MemoryStream) -> None:
         send = stream.send_all
@@ -225,16 +281,18 @@ def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitabl
 
 async def _happen(run: Run, moment: float, what: str) -> None:
     """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop,
-    replace N M.
+    replace N M; of NATS: die N, leave N, down, forget, up, cut, mend, stall, go_on, lose N AFTER.
 
     A drain with seconds has a window, after which streams that can move are moved. `replace`: the
-    engine M answers at the address of N, too.
+    engine M answers at the address of N, too. `die`, `leave`: the agent of N is killed, or its
+    drain window ends. `cut`, `mend`: the router's connection to the broker. `lose`: one
+    message to the router, after so many others.
     """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
     number, _, text = rest.partition(" ")
-    place = int(number or 0)
-    app, engine = run.app, run.engines[place]
+    place = int(number or 0)  # of an engine; a count in `lose`
+    app, engine = run.app, run.engines[place % len(run.engines)]
     happen: dict[str, Callable[[], object]] = {
         "drain": lambda: _drain(app, worker_id(place), text),
         "remove": lambda: app.fleet.remove(worker_id(place)),
@@ -246,6 +304,16 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         ),
         "heal": engine.clear_faults,
         "silent": lambda: run.network.silent.add((HOST, 9000 + place)),
+        "die": lambda: run.peers[place].die(),
+        "leave": lambda: run.peers[place].drain(),
+        "down": run.server.down,
+        "forget": lambda: run.server.down(forgets=True),
+        "up": run.server.up,
+        "cut": lambda: run.server.cut(run.broker),
+        "mend": lambda: run.server.mend(run.broker),
+        "stall": run.server.stall,
+        "go_on": run.server.go_on,
+        "lose": lambda: run.server.lose(run.inbox, after=place, told=text == "told"),
     }
     happen[word]()
 

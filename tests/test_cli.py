@@ -51,7 +51,7 @@ def test_help_names_every_command_there_is_and_no_other(
 ) -> None:
     text = help_of(capsys)
 
-    assert {"serve", "sim", "demo", "diagrams", "check", "workers"} == COMMANDS
+    assert {"serve", "agent", "sim", "demo", "diagrams", "check", "workers"} == COMMANDS
     assert all(f"    {name} " in text for name in COMMANDS)
 
 
@@ -268,7 +268,8 @@ def test_workers_are_listed_as_a_table(
     router.answer = json.dumps({
         "workers": [
             {"id": "w1", "url": "http://a:1", "engine": "vllm", "role": "mixed", "state": "ready",
-             "breaker": "closed", "inflight": 12, "models": ["m", "n"], "unknown": 1},
+             "breaker": "closed", "inflight": 12, "models": ["m", "n"], "unknown": 1,
+             "origin": "registry"},
             {"id": "worker-2", "url": "http://b:2", "state": "probing"},
         ]
     }).encode()  # fmt: skip
@@ -276,9 +277,9 @@ def test_workers_are_listed_as_a_table(
     assert baton("workers", "list", "--router-url", router.url) == 0
 
     assert capsys.readouterr().out.splitlines() == [
-        "id        state    breaker  inflight  role   engine  models  url",
-        "w1        ready    closed   12        mixed  vllm    m,n     http://a:1",
-        "worker-2  probing  -        0         -      -       -       http://b:2",
+        "id        state    breaker  inflight  role   engine  models  url         origin",
+        "w1        ready    closed   12        mixed  vllm    m,n     http://a:1  registry",
+        "worker-2  probing  -        0         -      -       -       http://b:2  -",
     ]
     assert router.asked == [("GET", "/v1/workers", None, None)]
 
@@ -290,6 +291,18 @@ def test_workers_are_listed_as_the_router_says_with_json(
 
     assert baton("workers", "list", "--json", "--router-url", router.url) == 0
     assert capsys.readouterr().out == '{"workers":[]}\n'
+
+
+def test_a_worker_behind_nats_is_added_by_its_id(router: Router) -> None:
+    router.status = 201
+
+    words = ["nats:10.0.0.1:8000,bootstrap_host=10.0.0.1", "--role", "prefill"]
+
+    assert baton("workers", "add", *words, "--router-url", router.url) == 0
+
+    id, host = "10.0.0.1:8000", "10.0.0.1"
+    body = {"url": f"nats:{id}", "id": id, "role": "prefill", "bootstrap_host": host}
+    assert router.asked == [("POST", "/v1/workers", None, body)]
 
 
 def test_a_worker_is_added(router: Router, capsys: pytest.CaptureFixture[str]) -> None:

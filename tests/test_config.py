@@ -229,6 +229,8 @@ def test_an_empty_variable_is_not_set_unless_it_is_a_secret() -> None:
         ("policy", "robin", "--policy: must be one of round_robin, random"),
         ("host", "", "--host: must not be empty"),
         ("host", "a b", "must not contain spaces or control characters"),
+        ("nats_prefix", "a..b", "must be letters, digits, _ and -"),
+        ("nats_prefix", "a.*", "must be letters, digits, _ and -"),
         ("nats_prefix", "a\x1b[31m", "must not contain spaces or control characters"),
         ("worker_insecure_skip_verify", "maybe", "must be true or false, not 'maybe'"),
         ("worker_ca_file", "/nowhere", "there is no file '/nowhere'"),
@@ -297,6 +299,20 @@ def test_a_worker_is_a_url_with_options() -> None:
     )
 
 
+def test_a_worker_behind_nats_needs_a_nats() -> None:
+    with pytest.raises(SettingsError, match="nats:w1 is behind NATS, but --nats does not say"):
+        load_settings({"worker_urls": ["nats:w1"]}, {})
+
+    named = load_settings({"worker_urls": ["nats:w1"], "nats": ["nats://h:4222"]}, {})
+    assert [worker.id for worker in named.workers] == ["w1"]
+
+
+def test_an_option_that_equals_the_id_is_written_all_the_same() -> None:
+    spec = WorkerSpec.parse("http://h:1,group=h:1")
+
+    assert WorkerSpec.parse(spec.to_text()) == spec
+
+
 @pytest.mark.parametrize(
     ("url", "host", "port", "id"),
     [
@@ -317,8 +333,8 @@ def test_what_a_url_leaves_out_is_filled_in(url: str, host: str, port: int, id: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h:8000", "begins with http:// or https://"),
-        ("ftp://h", "begins with http:// or https://"),
+        ("h:8000", "begins with http://, https:// or nats:"),
+        ("ftp://h", "begins with http://, https:// or nats:"),
         ("http://", "the host is missing"),
         ("http://:80", "the host is missing"),
         ("http://h:99999", "not a URL"),
@@ -329,7 +345,7 @@ def test_what_a_url_leaves_out_is_filled_in(url: str, host: str, port: int, id: 
         ("http://h?a=b", "no query"),
         ("http://h:1/v1", "leave out /v1"),
         ("http://h:1/v1/", "leave out /v1"),
-        ("http://h\x07", "begins with http:// or https://"),
+        ("http://h\x07", "begins with http://, https:// or nats:"),
         ("http://h,weight=2", "unknown option 'weight=2'"),
         ("http://h,id", "unknown option 'id'"),
         ("http://h,role=decode", "unknown option 'role=decode'"),
@@ -341,7 +357,12 @@ def test_what_a_url_leaves_out_is_filled_in(url: str, host: str, port: int, id: 
         ("http://h,bootstrap_port=70000", "bootstrap_port must be from 1 to 65535"),
         ("http://h,dp_size=x", "dp_size must be a whole number"),
         ("http://h,dp_size=0", "dp_size must be from 1 to 4096"),
-        ("nats:w1", "not available yet in this version"),
+        ("http://h,bootstrap_host=a b", "bootstrap_host must be a host"),
+        ("nats:", "the id of a worker behind NATS must be"),
+        ("nats://h:4222", "the id of a worker behind NATS must be"),
+        ("nats:a b", "the id of a worker behind NATS must be"),
+        ("nats:w1,id=w2", "the id of a worker behind NATS is in its URL"),
+        ("nats:w1,engine=tgi", "engine must be one of"),
     ],
 )
 def test_a_worker_that_cannot_be_meant_is_refused(text: str, message: str) -> None:
@@ -351,10 +372,30 @@ def test_a_worker_that_cannot_be_meant_is_refused(text: str, message: str) -> No
     assert message in str(refused.value)
 
 
-@given(st.text(max_size=40))
-def test_any_other_text_for_a_worker_is_refused_or_read_back_the_same(text: str) -> None:
+def test_a_worker_behind_nats_is_named_by_its_id() -> None:
+    spec = WorkerSpec.parse("nats:10.0.0.1:8000,engine=vllm,group=g,bootstrap_host=10.0.0.1")
+
+    assert spec == WorkerSpec(
+        url="nats:10.0.0.1:8000",
+        scheme="nats",
+        host="",
+        port=0,
+        base_path="",
+        id="10.0.0.1:8000",
+        engine="vllm",
+        group="g",
+        bootstrap_host="10.0.0.1",
+    )
+    assert WorkerSpec.parse(spec.to_text()) == spec
+    assert WorkerSpec.of("nats:w1", id="w1") == WorkerSpec.of("nats:w1")
+
+
+@given(st.sampled_from(["http://", "nats:", "nats:w,group="]), st.text(max_size=40))
+def test_any_other_text_for_a_worker_is_refused_or_read_back_the_same(
+    begin: str, text: str
+) -> None:
     try:
-        spec = WorkerSpec.parse("http://" + text)
+        spec = WorkerSpec.parse(begin + text)
     except SettingsError:
         return
 

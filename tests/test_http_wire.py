@@ -73,6 +73,18 @@ class Asked:
         self.detail = detail
         self._note("unreachable" if connecting else "broken")
 
+    def on_handed_back(self) -> None:
+        self._note("handed back")
+
+    def on_full(self) -> None:
+        self._note("full")
+
+    def on_too_large(self, limit: int) -> None:
+        self._note("too large", limit)
+
+    def on_missed(self, detail: str) -> None:
+        self._note("missed", detail)
+
     def on_crash(self, error: Exception) -> None:
         self._note("crash", error)
 

@@ -49,9 +49,18 @@ class Live:
         return self.engines
 
 
+@define
+class Nats:
+    is_connected: bool = True
+    seconds_since_sync: float = 1.5
+    entries: int = 3
+    refused: int = 0
+
+
 def with_workers(*ids: str) -> tuple[Live, Metrics]:
     live = Live(engines=[Engine(id) for id in ids])
     metrics = Metrics(live)
+    metrics.follow_nats(Nats)
     for engine in live.engines:
         metrics.worker_joined(engine.id, engine.role)
     return live, metrics
@@ -96,6 +105,27 @@ def test_every_series_of_a_closed_set_is_there_at_zero(row: Metric) -> None:
     assert seen == expected_series(row)
     if row.kind != "gauge":
         assert all(sample.value == 0 for sample in found)
+
+
+def test_without_nats_there_is_nothing_of_it() -> None:
+    found = families(Metrics(Live()))
+
+    names = [row.name.removesuffix("_total") for row in TABLE]
+    of_nats = [name for name in names if name.startswith(("baton_nats_", "baton_registry_"))]
+    assert len(of_nats) == 6
+    assert not any(found[name].samples for name in of_nats)
+
+
+def test_the_view_of_the_registry_is_shown_as_it_is() -> None:
+    _, metrics = with_workers()
+    metrics.nats_missed()
+    metrics.nats_lost()
+
+    assert series(metrics, "baton_nats_connected") == {(): 1}
+    assert series(metrics, "baton_registry_seconds_since_sync") == {(): 1.5}
+    assert series(metrics, "baton_registry_entries") == {(): 3}
+    assert series(metrics, "baton_registry_lost_total") == {(): 1}
+    assert series(metrics, "baton_nats_missed_total") == {(): 1}
 
 
 def expected_series(row: Metric) -> set[tuple[str, ...]]:

@@ -16,8 +16,9 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from router.config import Settings
+from router.engines import Knowledge
 from router.probing import BODY_BYTES_MAX, FIRST_PAUSES_SECS, LEARN_EVERY, probe_forever
-from router.worker import Fleet, ProbeOutcome, Worker
+from router.worker import Fleet, Probe, ProbeOutcome, Worker
 from router.workerspec import WorkerSpec
 from statemachines import Edge
 from statemachines.worker import WorkerState
@@ -368,6 +369,45 @@ async def test_a_server_that_wants_a_key_is_a_server(autojump_clock: MockClock) 
 
     assert bench.worker.is_ready
     assert bench.worker.serves("anything")
+
+
+@pytest.mark.parametrize("kind", ["auto", "vllm", "sglang"])
+async def test_who_can_only_be_posted_to_behind_nats_is_there(
+    autojump_clock: MockClock, kind: str
+) -> None:
+    """Infera's own worker sends on every request as a POST, which engines refuse at these paths."""
+    bench = Bench(Engine(health=405, listing=405, pages={}), url="nats:w1", kind=kind)
+
+    async with bench.probing():
+        await trio.sleep(30)
+
+    assert bench.worker.is_ready
+    assert bench.worker.engine == ("openai" if kind == "auto" else kind)
+    assert bench.worker.serves("anything")
+    assert bench.worker.addresses == []  # its broker knows the way
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+async def test_behind_nats_nothing_else_counts_as_being_there(
+    autojump_clock: MockClock, status: int
+) -> None:
+    bench = Bench(Engine(health=status, listing=status), url="nats:w1")
+
+    async with bench.probing():
+        await trio.sleep(30)
+
+    assert bench.worker.state is WorkerState.PROBING
+
+
+async def test_who_was_vouched_for_is_asked_all_the_same(autojump_clock: MockClock) -> None:
+    bench = Bench()
+    bench.worker.learn(Knowledge("vllm", ("registered",)))
+    bench.worker.probed(Probe(ProbeOutcome.PASSED, trio.current_time(), "registered"))
+
+    async with bench.probing():
+        await trio.sleep(0.1)
+
+    assert bench.worker.models == ("tiny",)
 
 
 @pytest.mark.parametrize("listing", [404, 500])

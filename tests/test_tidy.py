@@ -13,6 +13,8 @@ PACKAGES = ("router", "statemachines")
 #: Modules that decide and never act. Called twice, they say the same; they know no clock.
 PURE = (
     "router.admission",
+    "router.agent.settings",
+    "router.agent.tombstones",
     "router.breaker",
     "router.calls",
     "router.choosing",
@@ -36,6 +38,9 @@ PURE = (
     "router.ticket",
     "router.unpacking",
     "router.worker",
+    "router.wires.nats.broker",
+    "router.wires.nats.entries",
+    "router.wires.nats.protocol",
     "router.workerspec",
 )
 #: What only a shell may touch.
@@ -48,9 +53,9 @@ HOMES = {
     "httptools": ("router.calls", "router.wires"),
     "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim",),
-    "anyio": ("router.wires.nats",),
-    "nats": ("router.wires.nats",),
-    "asyncio": ("router.wires.nats",),
+    "anyio": ("router.wires.nats.thread",),
+    "nats": ("router.wires.nats.thread", "router.wires.nats.natspy"),
+    "asyncio": ("router.wires.nats.thread", "router.wires.nats.natspy"),
     "trio_websocket": ("router.websocket",),
     "transitions": ("statemachines.chart",),
 }

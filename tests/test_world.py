@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from attrs import evolve
 
-from statemachines import BREAKER, CHARTS, LEG, REQUEST, ROUTER, WORKER, worlds
+from statemachines import BREAKER, CHARTS, HANDBACK, LEG, REQUEST, ROUTER, WORKER, worlds
 from statemachines.chart import Chart, Edge, MalformedChart
 from statemachines.check import run_checks
 from statemachines.explore import Found, explore
@@ -56,12 +56,19 @@ def test_the_router_keeps_its_promises() -> None:
     assert (found.worlds, found.steps) == (41, 45)
 
 
+def test_a_request_at_the_agent_keeps_its_promises() -> None:
+    found = explore(worlds.handback())
+
+    assert not found.broken, found.broken[0]
+    assert (found.worlds, found.steps) == (94, 90)
+
+
 @pytest.mark.slow
 def test_the_check_covers_every_world() -> None:
     report = run_checks()
 
     assert report.is_good
-    assert len({each.model for each in report.found}) == 5
+    assert len({each.model for each in report.found}) == 6
 
 
 #### Every row earns its place
@@ -87,6 +94,7 @@ EXPLORATIONS: dict[Chart, Sequence[Exploration]] = {
     WORKER: (lambda chart: explore(worlds.worker(chart), until_broken=True),),
     BREAKER: (lambda chart: explore(worlds.breaker(chart), until_broken=True),),
     ROUTER: (lambda chart: explore(worlds.router(chart), until_broken=True),),
+    HANDBACK: (lambda chart: explore(worlds.handback(chart), until_broken=True),),
 }
 
 Mutant = tuple[str, list[Edge]]

@@ -28,8 +28,8 @@ from router.pd.pairing import PairChoice
 from router.pd.prefill import Counter, Prefill
 from router.pd.shaping import Reading, shape_decode
 from router.pd.verdict import Handoff, Verdict
-from router.ticket import Failure
-from router.wires.line import Line
+from router.ticket import Failure, Ticket
+from router.wires.line import Line, never
 from router.worker import Worker
 from statemachines.leg import LegState, told_by_prefill
 from statemachines.request import RequestState
@@ -59,6 +59,9 @@ class Surroundings(Protocol):
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
+
+    def has_other(self, ticket: Ticket, besides: Worker | None = None) -> bool:
+        """Some pair could take this request over, without that worker."""
 
 
 @define(eq=False)
@@ -321,7 +324,29 @@ class PairAttempt:
             self._engine_id().encode(),
         )
         line = self.around.line(leg.worker)
-        leg.attach(line.send(b"POST", self.orders.target, lines, body, leg))
+        sent = line.send(
+            b"POST",
+            self.orders.target,
+            lines,
+            body,
+            leg,
+            # A bootstrap prefill answers with a stream, too, if one was asked for.
+            streams=exchange.clocks.wants_stream and not self._is_handoff(leg),
+            movable=self._is_movable if leg is exchange.leg else never,
+            queues=True,
+        )
+        leg.attach(sent)
+
+    def _is_handoff(self, leg: Leg) -> bool:
+        return self.orders.is_serial and leg.role == "prefill"
+
+    def _is_movable(self) -> bool:
+        """The promise that decode, handed back by its worker, goes on with another pair."""
+        ticket = self.exchange.ticket
+        moving, decode = ticket.moving, self.choice.decode.worker
+        if moving is None or not moving.may_be_handed_back or not moving.may_go_to(decode):
+            return False
+        return self.around.has_other(ticket, besides=decode)
 
     def _engine_id(self) -> str:
         """vLLM takes the header as its name; a lease keeps the last attempt's name alive."""

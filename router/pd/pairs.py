@@ -119,9 +119,10 @@ class Pairs:
                 ticket.retries_left = self.settings.pd_max_retries
         return ticket.is_paired
 
-    def has_other(self, ticket: Ticket) -> bool:
-        """Some pair could take this request over."""
-        return self.pairing.has_other(ticket.model, ticket.tried)
+    def has_other(self, ticket: Ticket, besides: Worker | None = None) -> bool:
+        """Some pair could take this request over, without that worker."""
+        tried = ticket.tried if besides is None else {*ticket.tried, besides}
+        return self.pairing.has_other(ticket.model, tried)
 
     # Dispatch
 
@@ -180,7 +181,7 @@ class Pairs:
             rank=prefill_rank or 0,
             ranks=1 if prefill_rank is None else prefill.dp_size,
         )
-        meeting = Meeting(prefill.host, prefill.bootstrap_port, rooms, rid)
+        meeting = Meeting(prefill.bootstrap_host, prefill.bootstrap_port, rooms, rid)
         shared = meeting.members()
         to_prefill, to_decode = shared, shared
         if prefill.dp_size > 1 or decode.dp_size > 1:

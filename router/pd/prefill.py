@@ -158,6 +158,32 @@ class Prefill:
             message = "The prefill's answer broke off before its end."
             self._conclude(Verdict("broke", "broken", Failure(Refusal("upstream_broken", message))))
 
+    def on_leg_handed_back(self, leg: Leg) -> None:
+        refusal = Refusal("shutting_down", "The prefill worker is shutting down.")
+        self._conclude(self._held or Verdict("handed_back", "gave_up", Failure(refusal)))
+
+    def on_leg_full(self, leg: Leg) -> None:
+        message = "Too many requests wait at the prefill worker."
+        refusal = Refusal("queue_full", message, retry_after=1)
+        self._conclude(Verdict("backpressure", "backpressure", Failure(refusal)))
+
+    def on_leg_too_large(self, leg: Leg, limit: int) -> None:
+        refusal = Refusal("body_too_large", f"The request is larger than {limit} bytes.")
+        leg.let_go("aborted")
+        self._waker.wake()
+        self._tell(Verdict("rejected", "rejected", Failure(refusal)))
+
+    def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        if self._held is not None:
+            self._conclude(self._held)
+            return
+        is_known = self._lost_decode
+        leg.let_go("aborted")
+        self._waker.wake()
+        if not is_known:
+            refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
+            self._tell(Verdict("let_go", "broken", Failure(refusal)))
+
     def on_crash(self, error: Exception) -> None:
         self._bug = error
         self._waker.wake()

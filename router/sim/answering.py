@@ -144,7 +144,16 @@ class Answer:
         is_abort = (one.method, one.path) == ("POST", "/abort_request")
         if is_abort and engine.settings.engine == "sglang":
             return self._abort(one.body)
-        return engine.dialect.fixed(one.method, one.path, one.body, engine.situation())
+        reply = engine.dialect.fixed(one.method, one.path, one.body, engine.situation())
+        if reply.status == 404 and one.method == "POST" and self._can_be_got():
+            refusal = dump({"detail": "Method Not Allowed"})
+            return Reply(405, refusal, headers=(("allow", "GET"),))
+        return reply
+
+    def _can_be_got(self) -> bool:
+        engine = self.engine
+        found = engine.dialect.fixed("GET", self.request.path, b"", engine.situation())
+        return found.status != 404
 
     def _abort(self, body: bytes) -> Reply:
         """SGLang's abort: 200 and nothing else, whether or not there was such a request."""

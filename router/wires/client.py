@@ -26,6 +26,10 @@ UNREAD_BYTES_HIGH = 256 * 1024
 WORKER = "worker"
 
 
+class WireAway(httpx.TransportError):
+    """The wire itself has failed, which says nothing about the worker."""
+
+
 class _Inbox(httpx.AsyncByteStream):
     """What came back of one request, until somebody reads it."""
 
@@ -62,11 +66,27 @@ class _Inbox(httpx.AsyncByteStream):
 
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         kind = httpx.ConnectError if connecting else httpx.RemoteProtocolError
-        self._error = kind(detail, request=self.request)
-        self._waker.wake()
+        self._fail(kind(detail, request=self.request))
+
+    def on_handed_back(self) -> None:
+        self._fail(httpx.RemoteProtocolError("handed back", request=self.request))
+
+    def on_full(self) -> None:
+        self._fail(httpx.RemoteProtocolError("its queue is full", request=self.request))
+
+    def on_too_large(self, limit: int) -> None:
+        message = f"more than {limit} bytes"
+        self._fail(httpx.LocalProtocolError(message, request=self.request))
+
+    def on_missed(self, detail: str) -> None:
+        self._fail(WireAway(detail, request=self.request))
 
     def on_crash(self, error: Exception) -> None:
         self._waker.throw(error)
+
+    def _fail(self, error: httpx.TransportError) -> None:
+        self._error = error
+        self._waker.wake()
 
     # What httpx asks for
 

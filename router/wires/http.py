@@ -21,7 +21,7 @@ from attrs import define, field
 from router.headers import Headers
 from router.reactor import Channel, Rank, Reactor
 from router.sockets import Address, Socket, TlsTarget
-from router.wires.line import Answered
+from router.wires.line import Answered, never
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
@@ -377,9 +377,18 @@ class Pool:
     _turn: int = 0
 
     def send(
-        self, method: bytes, target: bytes, lines: bytes, body: bytes, answered: Answered
+        self,
+        method: bytes,
+        target: bytes,
+        lines: bytes,
+        body: bytes,
+        answered: Answered,
+        *,
+        streams: bool = False,
+        movable: Callable[[], bool] = never,
+        queues: bool = False,
     ) -> Upstream:
-        """Send on an idle or a new connection; see `Line.send`."""
+        """Send on an idle or a new connection; see `Line.send`. What only others want is unused."""
         request = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             method,
             self.base_path,

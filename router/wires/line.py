@@ -1,8 +1,8 @@
 """What leads to one worker, whichever wire it is: one request out, callbacks back.
 
 The legs above it (deadlines, judging, moving, accounting) do not know the wire. A wire tells what
-happens to a request by `Answered`: a head, pieces of body, then an end or a break, and nothing
-after that. Failures come by `on_broken`, never as exceptions.
+happens to a request by `Answered`: a head, pieces of body, then one end of some kind, and nothing
+after that. Failures are told, never raised.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import Protocol
 from router.headers import Headers
 
 
+def never() -> bool:
+    """No promise."""
+    return False
+
+
 class Answered(Protocol):
-    """Who is told what comes back. Callbacks are synchronous; none follows an end or a break."""
+    """Who is told what comes back. Callbacks are synchronous; none follows an end."""
 
     def on_connected(self) -> None:
         """The request is on its way."""
@@ -31,6 +36,18 @@ class Answered(Protocol):
 
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         """No answer, or no more of it; `detail` is for the log."""
+
+    def on_handed_back(self) -> None:
+        """The worker drains and returned the request unfinished."""
+
+    def on_full(self) -> None:
+        """The worker's queue holds all that it may; it has got nothing."""
+
+    def on_too_large(self, limit: int) -> None:
+        """What was to be sent is more than the wire takes (bytes); nobody has got any of it."""
+
+    def on_missed(self, detail: str) -> None:
+        """The wire itself has failed: no fault of the worker's, which may still be at it."""
 
     def on_crash(self, error: Exception) -> None:
         """A callback raised: a bug of ours, for the owner's task."""
@@ -62,11 +79,19 @@ class Line(Protocol):
         lines: bytes,
         body: bytes,
         answered: Answered,
+        *,
+        streams: bool = False,
+        movable: Callable[[], bool] = never,
+        queues: bool = False,
     ) -> Sent:
-        """Send a request; `on_connected` and `on_broken` may be called before this returns.
+        """Send a request; how it went may be told before this returns.
 
         `target` is the path (with its query) below the worker's base path, `lines` are headers as
         bytes, each ended by CRLF, without Host and Content-Length.
+
+        For wires with somebody at the other end who wants to know: `streams`, a stream is asked
+        for; `movable`, handed back it would go on elsewhere (asked at once, or not at all);
+        `queues`, it may wait in a queue, or be refused because that is full.
         """
 
     def close(self) -> None:

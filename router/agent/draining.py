@@ -1,0 +1,217 @@
+"""How an agent stops so that nobody is hurt: the order of a drain, and who may ask for one.
+
+The order is Infera's (`Drain` below); what is ours is a moment for routers to hear that the entry
+has gone before the door closes, and that a work queue which cannot be emptied in time is handed
+back as well, instead of being left with nobody to take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import structlog
+import trio
+from attrs import define, field
+
+from router.agent.intake import Intake
+from router.agent.registration import Registration
+from router.wires.nats.broker import Broker, BrokerAway, BrokerError, Message, Subscription
+from router.wires.nats.protocol import Names
+
+_log = structlog.get_logger("baton")
+
+#: To remove the entry; it ends by itself where the broker is away.
+LEAVE_SECONDS = 2.0
+#: Of the window: from the removal of the entry to the closing of the door. Routers hear of it in
+#: milliseconds; what they have sent until then is served.
+HEARD_SECONDS = 0.5
+#: Between two looks at what waits in the work queue.
+LOOK_SECONDS = 0.2
+#: For the server to confirm that nothing more will come.
+DOOR_SECONDS = 2.0
+#: After the window, for what the work queue still holds to come and be handed back.
+LEFTOVER_SECONDS = 2.0
+#: For the last frames to go out.
+FLUSH_SECONDS = 2.0
+#: Who asked for a drain and waits for its end.
+ASKERS_MAX = 16
+
+
+@define(eq=False)
+class Drain:
+    """One drain of one agent, from the removal of its entry to the last frame."""
+
+    intake: Intake
+    registration: Registration
+    broker: Broker
+    window_seconds: float
+    _door_closed: trio.Event = field(init=False, factory=trio.Event)
+
+    async def run(self) -> None:
+        """Drain; returns when nothing is open. Cancelling leaves what is open to `Intake.stop`."""
+        until = trio.current_time() + self.window_seconds
+        await self.registration.leave(LEAVE_SECONDS)
+        with trio.move_on_at(min(until, trio.current_time() + HEARD_SECONDS)):
+            await trio.sleep_forever()
+        is_empty = await self._empty_queue(until)
+        async with trio.open_nursery() as nursery:
+            if is_empty:
+                nursery.start_soon(self._close_door)
+            # The end of the window does not wait for a server that is slow to close the door.
+            with trio.move_on_at(until):
+                await self._door_closed.wait()
+                await self.intake.wait_empty()
+            self.intake.hand_back()
+        await self._hand_back_queue()
+        await self.broker.flush(FLUSH_SECONDS)
+        with trio.move_on_after(FLUSH_SECONDS):
+            await self.intake.forget_queue()
+
+    async def _close_door(self) -> None:
+        await self.intake.close_door(DOOR_SECONDS)
+        self._door_closed.set()
+
+    async def _empty_queue(self, until: float) -> bool:
+        """Whether the work queue has handed out all; one that cannot be read counts as empty."""
+        while self.intake.is_queued:
+            try:
+                if not await self.intake.count_waiting():
+                    return True
+            except (BrokerAway, BrokerError) as problem:
+                _log.warning("work queue not readable", problem=str(problem))
+                return True
+            if trio.current_time() >= until:
+                return False
+            await trio.sleep_until(min(until, trio.current_time() + LOOK_SECONDS))
+        return True
+
+    async def _hand_back_queue(self) -> None:
+        """What the queue still holds comes now, as others have left, and goes back at once.
+
+        That is what did not get a place within the window, or was stored as the door closed.
+        """
+        if await self._empty_queue(trio.current_time()):
+            return
+        self.intake.open_door()
+        await self._empty_queue(trio.current_time() + LEFTOVER_SECONDS)
+        await self.intake.close_door(DOOR_SECONDS)
+
+
+class Said(msgspec.Struct):
+    """What an agent answers to who asks it to drain: `draining` at once, at the end `drained`."""
+
+    state: str
+    #: How long it may take (seconds).
+    seconds: float = 0.0
+
+
+@define(eq=False)
+class DrainDoor:
+    """Lets a preStop command ask for a drain over NATS, and tells it when that is done."""
+
+    broker: Broker
+    names: Names
+    worker_id: str
+    window_seconds: float
+    on_asked: Callable[[], None]
+    _askers: list[str] = field(init=False, factory=list)
+    _subscription: Subscription | None = field(init=False, default=None)
+
+    def begin(self) -> None:
+        """Listen."""
+        self._subscription = self.broker.subscribe(
+            self.names.drain(self.worker_id), self._asked, on_lost=lambda _: None
+        )
+
+    def tell_drained(self) -> None:
+        """Nothing is open any more."""
+        for asker in self._askers:
+            self._say(asker, Said("drained"))
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def _asked(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.reply and len(self._askers) < ASKERS_MAX:
+                self._askers.append(message.reply)
+                self._say(message.reply, Said("draining", self.window_seconds))
+            self.on_asked()
+
+    def _say(self, asker: str, said: Said) -> None:
+        try:
+            self.broker.publish(asker, msgspec.json.encode(said))
+        except (BrokerAway, ValueError):
+            pass  # it waits no longer than the window
+
+
+async def ask_to_drain(broker: Broker, names: Names, worker_id: str, seconds: float) -> str:
+    """Ask the agent of that id to drain and wait until it has.
+
+    Returns `drained`, `absent` (nobody of that id is there), `away` (the broker could not be
+    reached within `seconds`) or `late` (it has not said that it is done within its window).
+    """
+    heard = _Heard()
+    inbox = broker.new_inbox()
+    subscription = broker.subscribe(f"{inbox}.*", heard.take, on_lost=lambda _: None)
+    try:
+        with trio.move_on_after(seconds):
+            await _wait_connected(broker)
+        try:
+            broker.publish(names.drain(worker_id), b"", reply=f"{inbox}.1")
+        except BrokerAway:
+            return "away"
+        with trio.move_on_after(seconds):
+            await heard.first.wait()
+        if not heard.first.is_set():
+            return "late"
+        with trio.move_on_after(heard.seconds + LEAVE_SECONDS + DOOR_SECONDS + LEFTOVER_SECONDS):
+            await heard.last.wait()
+        return heard.end
+    finally:
+        subscription.close()
+
+
+@define(eq=False)
+class _Heard:
+    first: trio.Event = field(factory=trio.Event)
+    last: trio.Event = field(factory=trio.Event)
+    seconds: float = 0.0
+    end: str = "late"
+
+    def take(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.is_no_responders:
+                self._over("absent")
+                continue
+            try:
+                said = msgspec.json.decode(message.payload, type=Said)
+            except msgspec.DecodeError:
+                continue
+            self.seconds = max(self.seconds, said.seconds)
+            self.first.set()
+            if said.state == "drained":
+                self._over("drained")
+
+    def _over(self, end: str) -> None:
+        self.end = end
+        self.first.set()
+        self.last.set()
+
+
+async def _wait_connected(broker: Broker) -> None:
+    connected = trio.Event()
+
+    def told(is_connected: bool) -> None:
+        if is_connected:
+            connected.set()
+
+    broker.on_state.append(told)
+    try:
+        if not broker.is_connected:
+            await connected.wait()
+    finally:
+        broker.on_state.remove(told)

@@ -1,0 +1,71 @@
+"""What the demos share: child processes, and how they talk to the terminal.
+
+A child is a `baton` command of its own, started as a user would; whoever starts it ends it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+
+import trio
+from attrs import define
+
+START_SECONDS = 30.0
+
+
+class SceneFailed(Exception):
+    """A scene did not go as told."""
+
+
+@define(eq=False)
+class Child:
+    """A process of the demo and where it listens."""
+
+    name: str
+    process: trio.Process
+    url: str = ""
+
+
+async def launch(name: str, words: list[str]) -> Child:
+    """Start `baton WORDS`; it listens nowhere, so others say when it is there."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE
+    )
+    return Child(name, process)
+
+
+async def start(name: str, words: list[str]) -> Child:
+    """Start `baton WORDS` and wait for the line that says where it listens."""
+    child = await launch(name, words)
+    assert child.process.stdout is not None
+    line = b""
+    with trio.fail_after(START_SECONDS):
+        while not line.endswith(b"\n"):
+            data = await child.process.stdout.receive_some()
+            if not data:
+                raise SceneFailed(f"{name} did not start")
+            line += data
+    child.url = line.decode().split("listening on ", 1)[1].strip()
+    return child
+
+
+async def wait_until(condition: Callable[[], Awaitable[bool]], *, pause_seconds: float) -> None:
+    """Ask again and again: the others are processes and tell nobody unasked."""
+    while not await condition():  # noqa: ASYNC110
+        await trio.sleep(pause_seconds)
+
+
+def check(holds: bool, what: str) -> None:
+    """Fail the scene unless it holds."""
+    if not holds:
+        raise SceneFailed(f"expected that {what}")
+
+
+def title(text: str) -> None:
+    say(f"\n━━ {text}")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,132 @@
+"""The admission limit of workers behind NATS: requests wait in a work queue, up to so many.
+
+What waits is what the broker says of a worker's consumer (stored and handed out), looked at no
+more than a few times a second, plus what was sent there since. A worker that has enough refuses
+as one that answers 429 does, so the next candidate is tried, for moves as well: a drain moves
+many streams at once. A backlog that cannot be read refuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+import trio
+from attrs import define, field
+
+from router.wires.nats.broker import (
+    BrokerAway,
+    BrokerError,
+    PayloadTooLarge,
+    QueueFull,
+    WorkQueue,
+)
+from router.wires.nats.inbox import Inbox
+from router.wires.nats.protocol import ACCEPT, ACCEPTED, INBOX, token_of
+from router.wires.nats.sent import NatsSent
+
+#: How long a backlog that was read is believed.
+BELIEVED_SECONDS = 0.2
+#: Messages that the queue of all workers holds at most.
+STORED_MAX = 1_000_000
+
+_log = structlog.get_logger("baton")
+
+
+@define(eq=False)
+class Waiting:
+    """What waits at one worker, as far as is known."""
+
+    queue: WorkQueue
+    durable: str
+    pending_max: int
+    #: Without end where it could not be read.
+    _count: float = 0
+    _read_at: float = float("-inf")
+    #: One reads, all others wait for what it finds.
+    _reading: trio.Lock = field(factory=trio.Lock)
+
+    def is_known_full(self, now: float) -> bool:
+        """It was looked at just now, and there is no room."""
+        return self._is_fresh(now) and self._count >= self.pending_max
+
+    async def take_place(self) -> bool:
+        """Look if need be; True if one more may be sent, which is counted."""
+        async with self._reading:
+            if not self._is_fresh(trio.current_time()):
+                await self._read()
+        if self._count >= self.pending_max:
+            return False
+        self._count += 1
+        return True
+
+    def _is_fresh(self, now: float) -> bool:
+        return now - self._read_at < BELIEVED_SECONDS
+
+    async def _read(self) -> None:
+        try:
+            backlog = await self.queue.backlog(self.durable)
+            self._count = backlog.pending + backlog.ack_pending
+        except (BrokerAway, BrokerError) as error:
+            _log.debug("backlog_unreadable", durable=self.durable, error=str(error))
+            self._count = float("-inf")
+        self._read_at = trio.current_time()
+
+
+@define(eq=False)
+class Queueing:
+    """Puts requests into the work queue."""
+
+    inbox: Inbox
+    queue: WorkQueue
+    pending_max: int
+    spawn: Callable[[Callable[[], Awaitable[object]]], None]
+    _waiting: dict[str, Waiting] = field(factory=dict)
+
+    def submit(self, sent: NatsSent, worker_id: str, subject: str, payload: bytes) -> None:
+        """Send a request by way of the queue; how it went is told to `sent`."""
+        waiting = self._waiting.get(worker_id)
+        if waiting is None:
+            made = Waiting(self.queue, token_of(worker_id), self.pending_max)
+            waiting = self._waiting[worker_id] = made
+        if waiting.is_known_full(self.inbox.reactor.now):
+            sent.meet_full_queue()
+            return
+        there = waiting
+
+        async def send() -> None:
+            await self._send(sent, there, subject, payload)
+
+        self.spawn(send)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker has left."""
+        self._waiting.pop(worker_id, None)
+
+    async def _send(self, sent: NatsSent, waiting: Waiting, subject: str, payload: bytes) -> None:
+        has_place = await waiting.take_place()
+        if sent.is_over:
+            return
+        if not has_place:
+            self._tell(sent, NatsSent.meet_full_queue)
+            return
+        # From here on it may be stored, so whoever gives it up has it cancelled.
+        sent.is_published = True
+        headers = {ACCEPT: ACCEPTED, INBOX: sent.reply}
+        try:
+            await self.queue.publish(subject, payload, headers=headers)
+        except QueueFull:
+            self._tell(sent, NatsSent.meet_full_queue)
+        except PayloadTooLarge as error:
+            limit = error.limit
+            self._tell(sent, lambda sent: sent.meet_limit(limit))
+        except (BrokerAway, BrokerError) as error:
+            detail = f"not stored for sure: {error}"
+            self._tell(sent, lambda sent: sent.miss(detail))
+
+    def _tell(self, sent: NatsSent, tell: Callable[[NatsSent], None]) -> None:
+        """What a task has found out, as if the reactor had."""
+        if not sent.is_over:
+            self.inbox.reactor.begin_batch()
+            self.inbox.guard(sent, tell)
+            self.inbox.reactor.end_batch()

@@ -1,0 +1,459 @@
+"""One request on its way to a worker behind NATS: frames come in, callbacks go out.
+
+The worker proves that it is there with its first frame. From then on every frame must bear the
+next number; a missing one is a break, since nothing else would tell that a piece of the answer is
+lost (core NATS delivers at most once). A peer that does not number its frames is believed as long
+as nothing can have been lost. Frames of a client that is slow are kept, up to a bound, because
+nobody could hold the agent back. Whoever gives up an answer that is not over has it cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from router.errors import Refusal
+from router.wires.line import Answered
+from router.wires.nats.broker import Message
+from router.wires.nats.kept import Kept
+from router.wires.nats.protocol import (
+    DATA,
+    DONE,
+    ERROR,
+    HEAD,
+    HEARTBEAT,
+    HEARTBEAT_LOST_SECONDS,
+    SEQ,
+    SERVER_STATUS,
+    STATUS,
+    TERMINAL,
+    TYPE,
+    UNREACHABLE,
+    answer_headers,
+    is_absent,
+    is_drain_notice,
+    is_stored,
+    number,
+)
+from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
+
+if TYPE_CHECKING:
+    from router.wires.nats.inbox import Inbox
+
+#: What may wait for the status of an answer without a head.
+HELD_BYTES_MAX = 64 * 1024 * 1024
+#: A broker that is away may come back, and nothing may be lost; so much longer is waited for it.
+AWAY_SECONDS = 10.0
+#: After the answer is known to be over, how long its last frame may take before it is cancelled.
+LINGER_SECONDS = 1.0
+#: A silence is looked at twice: this process itself may have stood still, and frames be waiting.
+SECOND_LOOK_SECONDS = 1.0
+DETAIL_CHARACTERS_MAX = 500
+
+
+class NatsSent:
+    """One attempt at one worker. Told by the inbox; `close` cancels it."""
+
+    __slots__ = (
+        "_expected",
+        "_has_begun",
+        "_has_head",
+        "_heard_at",
+        "_held",
+        "_is_beating",
+        "_is_exposed",
+        "_is_numbered",
+        "_is_paused",
+        "_kept",
+        "_leaves_at",
+        "_looked_at",
+        "_passes",
+        "_streams",
+        "answered",
+        "armed_at",
+        "cancel_subject",
+        "inbox",
+        "is_cold",
+        "is_over",
+        "is_published",
+        "rank",
+        "reply",
+    )
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        answered: Answered,
+        cancel_subject: str,
+        *,
+        streams: bool,
+        is_cold: bool,
+        rank: int,
+    ) -> None:
+        self.inbox = inbox
+        self.cancel_subject = cancel_subject
+        #: A probe and the like: not worth waiting for a broker that is away.
+        self.is_cold = is_cold
+        #: In a batch, frames of prefill workers come first.
+        self.rank = rank
+        #: Who is told; None once nobody is.
+        self.answered: Answered | None = answered
+        self.armed_at: float | None = None
+        self.is_published = False
+        #: The worker is done with it, or was told that nobody wants it.
+        self.is_over = False
+        self._streams = streams
+        self._expected = 0
+        #: None until a frame has shown whether this peer numbers them.
+        self._is_numbered: bool | None = None
+        self._has_begun = False
+        self._has_head = False
+        #: The peer sends heartbeats, so silence means that it is gone.
+        self._is_beating = False
+        #: Frames may have been lost before the first one came.
+        self._is_exposed = False
+        self._heard_at = 0.0
+        self._looked_at = 0.0
+        self._is_paused = False
+        #: Data goes straight to whoever is told.
+        self._passes = False
+        #: The beginning of an answer without a head.
+        self._held = bytearray()
+        self._kept = Kept()
+        self._leaves_at: float | None = None
+        self.reply = inbox.open(self)
+
+    # What its owner says
+
+    def pause(self) -> None:
+        """Tell nothing more until `resume`; what comes is kept."""
+        self._is_paused, self._passes = True, False
+
+    def resume(self) -> None:
+        """Go on, in the next pass."""
+        if self._is_paused:
+            self._is_paused = False
+            if self._kept:
+                self._arm(self.inbox.reactor.now)
+            else:
+                self._passes = self._has_head
+
+    def close(self) -> None:
+        """Nobody wants the rest: the worker is told, so that its engine is freed. Idempotent."""
+        self.answered = None
+        if not self.is_over:
+            self._finish()
+            if self.is_published:
+                self.inbox.cancels.add(self.cancel_subject, self.reply)
+
+    def leave(self) -> None:
+        """The answer is known to be over: its last frame may come, or it is cancelled soon."""
+        self.answered = None
+        if not self.is_over:
+            self._leaves_at = self.inbox.reactor.now + LINGER_SECONDS
+            self._arm(self._leaves_at)
+
+    # What becomes of the request before any frame
+
+    def meet_full_queue(self) -> None:
+        """It was not sent: there is no room for it."""
+        if self._finish() is not None:
+            answered = self._last()
+            answered.on_connected()
+            answered.on_full()
+
+    def meet_limit(self, limit: int) -> None:
+        """It was not sent: the server would close the connection for a message of this size."""
+        if self._finish() is not None:
+            answered = self._last()
+            answered.on_connected()
+            answered.on_too_large(limit)
+
+    def miss(self, detail: str) -> None:
+        """Something may be lost: nobody's fault, but this answer cannot be trusted any more."""
+        if self.answered is None:
+            return
+        answered = self._last()
+        if self.is_published:
+            self.inbox.missed()
+        if not self.is_over:
+            self._finish()
+            if self.is_published:
+                self.inbox.cancels.add(self.cancel_subject, self.reply)
+        answered.on_missed(detail)
+
+    def expose(self, why: str) -> None:
+        """Messages to us may have been lost: whoever numbers them shows whether any were."""
+        if self.is_over or self.answered is None or not self.is_published:
+            return
+        if self._is_numbered is False or self.is_cold:
+            self.miss(why)
+            return
+        self._is_exposed = True
+        self._watch()
+
+    def reconnected(self) -> None:
+        """Silence counts from now on: nobody could be heard before."""
+        self._heard_at = self.inbox.reactor.now
+
+    # What comes
+
+    def take(self, message: Message) -> None:
+        """One frame."""
+        if self.is_over:
+            return
+        headers = message.headers
+        if headers.get(SEQ) == str(self._expected) and self._is_numbered:
+            self._expected += 1
+        elif not self._counts(message):
+            return
+        self._heard_at = self.inbox.reactor.now
+        kind = headers.get(TYPE, DATA)
+        if self._passes and kind == DATA:
+            if message.payload and self.answered is not None:
+                self.answered.on_body(message.payload)
+        else:
+            self._take_other(kind, message)
+
+    def take_all(self, messages: Sequence[Message]) -> None:
+        """Several frames in a row: pieces of data are told as one."""
+        pieces: list[bytes] = []
+        for message in messages:
+            headers = message.headers
+            is_plain = self._passes and self._is_numbered and headers.get(TYPE) == DATA
+            if is_plain and headers.get(SEQ) == str(self._expected):
+                self._expected += 1
+                pieces.append(message.payload)
+                continue
+            self._tell_pieces(pieces)
+            self.take(message)
+        self._tell_pieces(pieces)
+
+    def _tell_pieces(self, pieces: list[bytes]) -> None:
+        if pieces:
+            self._heard_at = self.inbox.reactor.now
+            data = b"".join(pieces)
+            pieces.clear()
+            if data and self.answered is not None:
+                self.answered.on_body(data)
+
+    def _counts(self, message: Message) -> bool:
+        """Whether this frame is the next one; whatever else it is, is dealt with."""
+        headers = message.headers
+        if SERVER_STATUS in headers and TYPE not in headers:
+            if not self._expected and is_absent(headers):
+                self._meet_absence()
+            return False
+        if is_stored(headers, message.payload):
+            return False
+        found = number(headers, SEQ)
+        if found is None and (SEQ in headers or self._is_numbered):
+            self.miss("a frame without its number")
+            return False
+        if found is None:
+            if self._is_exposed:
+                self.miss("frames without numbers, and some may be lost")
+                return False
+            self._is_numbered = False
+        elif found < self._expected:
+            return False  # it came twice
+        elif found > self._expected:
+            self.miss(f"frame {found} came where {self._expected} was due")
+            return False
+        else:
+            self._is_numbered = True
+        self._expected += 1
+        return True
+
+    def _meet_absence(self) -> None:
+        if self._finish() is not None:
+            self._last().on_broken("nobody listens at the worker's subject", connecting=True)
+
+    def _take_other(self, kind: str, message: Message) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            if self.answered is not None:
+                self.answered.on_connected()
+        if kind in (HEARTBEAT, HEAD):
+            self._is_beating = True
+            self._watch()
+        if kind in TERMINAL and (self.answered is None or not self._kept):
+            self._finish()
+        if self.answered is None or kind == HEARTBEAT:
+            return
+        if self._is_paused or self._kept:
+            self._keep(kind, message)
+        else:
+            self._tell(kind, message)
+
+    def _keep(self, kind: str, message: Message) -> None:
+        has_room = self._kept.put(kind, message)
+        if kind in TERMINAL:
+            self._finish()
+        elif not has_room:
+            self.miss("the client is slow, and more waits for it than is kept")
+
+    def _tell_kept(self) -> None:
+        while self._kept and not self._is_paused and self.answered is not None:
+            data = self._kept.take_data() if self._has_head else None
+            if data is None:
+                self._tell(*self._kept.take())
+            elif data:
+                self.answered.on_body(data)
+        self._passes = self._has_head and not self._is_paused and not self._kept
+
+    # What it means
+
+    def _tell(self, kind: str, message: Message) -> None:
+        if kind == DATA:
+            self._tell_data(message.payload)
+        elif kind == HEAD:
+            status = number(message.headers, STATUS) or 0
+            if not self._has_head:
+                self._tell_head(status, message)
+        elif kind == DONE:
+            self._tell_end(number(message.headers, STATUS))
+        elif kind == ERROR:
+            self._tell_error(message)
+
+    def _tell_head(self, status: int, message: Message) -> None:
+        if not 200 <= status < 600:
+            self._fail("a head without a status")
+        elif self.answered is not None:
+            self._has_head = True
+            self._passes = not self._kept and not self._is_paused
+            self.answered.on_head(status, answer_headers(message.headers))
+
+    def _tell_data(self, payload: bytes) -> None:
+        assert self.answered is not None
+        if self._has_head:
+            if payload:
+                self.answered.on_body(payload)
+            return
+        self._held += payload
+        if self._streams and are_events(bytes(self._held[:16])):
+            held, self._held = bytes(self._held), bytearray()
+            self._has_head = True
+            self._passes = not self._kept and not self._is_paused
+            self.answered.on_head(200, EVENTS)
+            if self.answered is not None:
+                self.answered.on_body(held)
+        elif is_packed(bytes(self._held[:2])):
+            self._fail("an answer is compressed, and does not say how")
+        elif len(self._held) > HELD_BYTES_MAX:
+            self._fail("an answer without a head is too large")
+
+    def _tell_end(self, status: int | None) -> None:
+        self._finish()
+        if not self._has_head:
+            held, self._held = bytes(self._held), bytearray()
+            status = 200 if status is None else status
+            if not 200 <= status < 600:
+                self._fail("an end without a status")
+                return
+            assert self.answered is not None
+            self.answered.on_head(status, headers_of(held, streams=self._streams))
+            if held and self.answered is not None:
+                self.answered.on_body(held)
+        if self.answered is not None:
+            self._last().on_end()
+
+    def _tell_error(self, message: Message) -> None:
+        self._finish()
+        if is_drain_notice(message.payload):
+            self._last().on_handed_back()
+            return
+        status = number(message.headers, STATUS) or 0
+        is_refusal = 400 <= status < 500 or status == 503
+        if is_refusal and not self._has_head and not self._held:
+            self._tell_refusal(status)
+            return
+        detail = message.payload.decode("utf-8", "replace")[:DETAIL_CHARACTERS_MAX]
+        is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
+        self._last().on_broken(detail, connecting=is_unreachable)
+
+    def _tell_refusal(self, status: int) -> None:
+        """The agent itself has refused it. What it says is for the log: it may hold addresses."""
+        code = "queue_full" if status in (429, 503) else "bad_request"
+        body = Refusal(code, "The worker does not take this request.").body()
+        assert self.answered is not None
+        self.answered.on_head(status, [(b"content-type", b"application/json")])
+        if self.answered is not None:
+            self.answered.on_body(body)
+        if self.answered is not None:
+            self._last().on_end()
+
+    def _fail(self, detail: str) -> None:
+        """The worker's fault."""
+        answered = self.answered
+        self.close()
+        if answered is not None:
+            answered.on_broken(detail, connecting=False)
+
+    # Time
+
+    def sweep(self, now: float) -> float | None:
+        """See `Timed`."""
+        answered = self.answered  # who is told the last is to hear of a bug on the way as well
+        try:
+            return self._sweep(now)
+        except Exception as error:
+            self.inbox.crash(self, answered, error)
+            return None
+
+    def crashed(self, error: Exception) -> None:
+        """See `Timed`."""
+        raise error
+
+    def _sweep(self, now: float) -> float | None:
+        if self._kept:
+            self._tell_kept()
+        if self.is_over:
+            return None
+        if self._leaves_at is not None:
+            if now < self._leaves_at:
+                return self._leaves_at
+            self.close()
+            return None
+        if not self.is_published:
+            return self.inbox.wait_on(self, now)
+        return self._look_at_silence(now)
+
+    def _look_at_silence(self, now: float) -> float | None:
+        if not (self._is_beating or self._is_exposed):
+            return None
+        until = self._heard_at + HEARTBEAT_LOST_SECONDS
+        if now < until:
+            return until
+        if not self.inbox.is_connected and now < until + AWAY_SECONDS:
+            return until + AWAY_SECONDS  # nobody can be heard, but the broker may come back
+        if self._looked_at <= self._heard_at:
+            self._looked_at = now
+            return now + SECOND_LOOK_SECONDS
+        if self._is_beating and self.inbox.is_connected:
+            self._fail("the agent is silent")
+        else:
+            self.miss("no frame since some may have been lost")
+        return None
+
+    def _watch(self) -> None:
+        if self.armed_at is None:
+            self._heard_at = max(self._heard_at, self.inbox.reactor.now)
+            self._arm(self._heard_at + HEARTBEAT_LOST_SECONDS)
+
+    def _arm(self, when: float) -> None:
+        self.inbox.reactor.sweeper.arm(self, when)
+
+    # The end
+
+    def _finish(self) -> Answered | None:
+        """Nothing more can come of it; whoever is told, is told the rest."""
+        self.is_over, self._passes = True, False
+        self.inbox.forget(self)
+        return self.answered
+
+    def _last(self) -> Answered:
+        """Whoever is told, for the last time."""
+        answered, self.answered = self.answered, None
+        assert answered is not None
+        return answered

@@ -1,0 +1,206 @@
+"""What is lost on the way is never lost silently: killed processes, a broker that dies, holes.
+
+After each, every stream is either the one right answer or seen by its client to have failed, with
+a correct beginning of it; and the next requests are served.
+"""
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+import trio
+
+from tests.infera_peer import Puppet
+from tests.nats import fleet as f
+from tests.nats.conftest import World
+from tests.nats.recorded import CHAT_TRACE, WITH_IDS, events_of
+from tests.nats.tap import tapped
+from tests.nats_server import NatsServer
+from tests.real.calls import post
+
+pytestmark = pytest.mark.slow
+
+FIRST_HEARTBEATS_SECONDS = 6.5
+
+
+def bodies(count: int, *, tokens: int, token_seconds: float) -> list[f.Body]:
+    return [
+        f.slowly(f.chat(f"Story {number}", tokens=tokens), token_seconds) for number in range(count)
+    ]
+
+
+def right_answers(sim: f.Process, asked: Sequence[f.Body]) -> list[f.Told]:
+    """What the engine says to each when nothing is in between and nothing is slow."""
+    plain = [{k: v for k, v in body.items() if k != "x-sim-fault"} for body in asked]
+    return [f.told(post(sim.port, f.CHAT, body)) for body in plain]
+
+
+def check_honest(answers: Sequence[f.Told], right: Sequence[f.Told]) -> int:
+    """None is wrong and none is cut in silence; how many were good."""
+    for answer, one in zip(answers, right, strict=True):
+        if answer.is_good:
+            assert answer.said == one.said
+            assert (len(answer.ids), answer.roles) == (1, 1)
+        else:
+            assert one.text.startswith(answer.text)
+            assert answer.error is not None
+            assert not answer.is_done
+            assert answer.status != 200 or not answer.is_whole
+    return sum(answer.is_good for answer in answers)
+
+
+async def test_a_killed_agent_is_noticed_in_seconds_and_its_streams_go_on(world: World) -> None:
+    """While tokens come from it and while it is silent alike."""
+    with world.fleet() as fleet:
+        router = fleet.router("--migration-limit", "1")
+        agents = [fleet.agent(f"a{n}", world.sims[n].port) for n in range(2)]
+        await f.all_ready(router, "a0", "a1")
+        asked = bodies(6, tokens=60, token_seconds=0.02)
+        silent = f.chat(
+            "Hold on", tokens=20, more={"x-sim-fault": "pause,after_events=5,seconds=1"}
+        )
+        asked += [silent] * 2
+        right = right_answers(world.sims[0], [*asked[:6], f.chat("Hold on", tokens=20)])
+        right.append(right[-1])
+        answers: list[f.Told] = []
+        gone = 0.0
+
+        async def kill() -> None:
+            nonlocal gone
+            await f.until(lambda: f.metric(router, "baton_worker_inflight") == len(asked), 5)
+            await trio.sleep(0.3)
+            agents[0].kill()
+            gone = trio.current_time()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            answers = await f.many(router.port, asked)
+        took = trio.current_time() - gone
+
+    assert check_honest(answers, right) == len(asked)
+    assert took < FIRST_HEARTBEATS_SECONDS + 2
+    print(f"the last stream of a killed agent ended {took:.1f} s after its end")
+
+
+async def test_a_broker_that_dies_and_comes_back_loses_nothing_in_silence(world: World) -> None:
+    with NatsServer() as broker, world.fleet() as fleet:
+        fleet.broker = broker.url
+        router = fleet.router("--migration-limit", "2")
+        for number, sim in enumerate(world.sims):
+            fleet.agent(f"a{number}", sim.port)
+        await f.all_ready(router, "a0", "a1", "a2")
+        asked = bodies(30, tokens=100, token_seconds=0.02)
+        right = right_answers(world.sims[0], asked)
+
+        async def restart() -> None:
+            await trio.sleep(0.8)
+            broker.kill()
+            await trio.sleep(0.5)
+            broker.start()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(restart)
+            answers = await f.many(router.port, asked)
+        good = check_honest(answers, right)
+        back = trio.current_time()
+        await f.all_ready(router, "a0", "a1", "a2", seconds=10)
+        after = await f.many(router.port, bodies(6, tokens=10, token_seconds=0))
+        took = trio.current_time() - back
+
+    assert all(each.is_good for each in after)
+    assert took < 6
+    print(f"{good} of {len(asked)} streams outlived the broker; the rest failed visibly")
+
+
+async def test_a_hole_anywhere_is_seen(world: World) -> None:
+    """One in fifty of the agents' frames is lost: most streams have a hole, several have two."""
+    with tapped(world.broker, share=0.02, seed=random.Random(7).randrange(999)) as tap:
+        with world.fleet() as fleet:
+            straight = fleet.broker
+            router = fleet.router("--migration-limit", "3")
+            fleet.broker = tap.url
+            for number, sim in enumerate(world.sims):
+                fleet.agent(f"a{number}", sim.port)
+            fleet.broker = straight
+            await f.all_ready(router, "a0", "a1", "a2")
+            asked = bodies(40, tokens=40, token_seconds=0.005)
+            right = right_answers(world.sims[0], asked)
+
+            answers = await f.many(router.port, asked)
+
+            good = check_honest(answers, right)
+            moved = f.metric(router, "baton_migrations_total")
+    assert tap.lost > 5
+    assert moved > 0
+    assert good > len(asked) / 2
+    print(f"{tap.lost} frames of {tap.passed} lost: {moved:.0f} moves, {good} of 40 good")
+
+
+@pytest.mark.parametrize("is_numbered", [True, False], ids=["numbered", "old"])
+async def test_a_router_that_cannot_keep_up_cuts_no_stream_in_silence(
+    world: World, is_numbered: bool
+) -> None:
+    """A server drops who does not read, and what it held for them with it (default: 64 MB)."""
+    with world.fleet() as fleet:
+        router = fleet.router()
+        with Puppet(world.broker, "p:1", fleet.prefix) as only:
+            f.add_worker(router, "p:1")
+            await f.all_ready(router, "p:1")
+            answers: list[f.Told] = []
+
+            async def client() -> None:
+                body = f.chat("hi", tokens=8, more=WITH_IDS)
+                answers.append(await f.stream(router.port, body))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client)
+                await f.until(lambda: bool(only.asked), 5)
+                [inbox] = only.asked
+                events = events_of(CHAT_TRACE)
+
+                def send(number: int) -> None:
+                    if is_numbered:
+                        only.send(inbox, "data", events[number], seq=number)
+                    else:
+                        only.send(inbox, "data", events[number])
+
+                for number in range(3):
+                    send(number)
+                os.kill(router.pid, signal.SIGSTOP)
+                await trio.to_thread.run_sync(only.flood, f"{inbox}", b": x\n\n" * 20_000, 900)
+                os.kill(router.pid, signal.SIGCONT)
+                await trio.sleep(1)
+                for number in range(4, len(events)):
+                    with suppress(Exception):
+                        send(number)
+                if is_numbered:
+                    only.send(inbox, "done", status=200, seq=len(events))
+                else:
+                    only.send(inbox, "done", status=200)
+            again = await _until_served(router, only, f.chat("hi", tokens=8, more=WITH_IDS))
+
+    [answer] = answers
+    assert not answer.is_done
+    assert not answer.is_whole
+    assert answer.error is not None
+    assert again.is_good
+
+
+async def _until_served(router: f.Process, only: Puppet, body: f.Body) -> f.Told:
+    """Ask again, answered well this time."""
+    await f.all_ready(router, only.worker_id)
+    before = len(only.asked)
+    answers: list[f.Told] = []
+
+    async def client() -> None:
+        answers.append(await f.stream(router.port, body))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client)
+        await f.until(lambda: len(only.asked) > before, 5)
+        only.send(only.asked[-1], "data", CHAT_TRACE)
+        only.send(only.asked[-1], "done", status=200)
+    return answers[0]

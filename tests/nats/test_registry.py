@@ -1,0 +1,102 @@
+"""Routers that know their workers from the registry, and fleets that change under load."""
+
+import os
+import signal
+
+import pytest
+import trio
+
+from tests.nats import fleet as f
+from tests.nats.conftest import World
+from tests.nats.rolling import check, roll
+from tests.nats.test_losses import bodies, check_honest, right_answers
+
+pytestmark = pytest.mark.slow
+
+SEEN_SECONDS = 2.0
+
+
+async def test_two_routers_see_joins_and_drains_and_one_dies_alone(world: World) -> None:
+    with world.fleet() as fleet:
+        routers = [fleet.router("--migration-limit", "1", name=f"router-{n}") for n in range(2)]
+        fleet.agent("a0", world.sims[0].port)
+        for router in routers:
+            await f.all_ready(router, "a0")
+
+        late = fleet.agent("a1", world.sims[1].port, "--drain-timeout-secs", "5")
+        first = await f.until(lambda: any(f.state_of(each, "a1") for each in routers), 30)
+        for router in routers:
+            assert await f.all_ready(router, "a1", seconds=SEEN_SECONDS) < SEEN_SECONDS, first
+
+        asked = bodies(16, tokens=60, token_seconds=0.03)
+        right = right_answers(world.sims[0], asked)
+        answers: dict[int, list[f.Told]] = {}
+
+        async def clients(number: int) -> None:
+            answers[number] = await f.many(routers[number].port, asked)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(2):
+                nursery.start_soon(clients, number)
+            await f.until(lambda: f.metric(routers[1], "baton_worker_inflight") == len(asked), 5)
+            late.terminate()
+            for router in routers:
+                await f.until(
+                    lambda each=router: f.state_of(each, "a1") in ("draining", "gone", ""),  # type: ignore[misc]
+                    SEEN_SECONDS,
+                    "the drain is seen",
+                )
+            await trio.sleep(0.2)
+            routers[0].kill()
+
+        assert await late.ended(8) == 0
+        for sim in world.sims[:2]:
+            await f.until(lambda each=sim: f.inflight(each) == 0, 3)  # type: ignore[misc]
+
+    assert check_honest(answers[1], right) == len(asked)
+    for answer, one in zip(answers[0], right, strict=True):
+        assert not answer.is_whole
+        assert one.text.startswith(answer.text)
+
+
+async def test_a_killed_agent_expires_and_one_that_leaves_is_gone_at_once(world: World) -> None:
+    with world.fleet() as fleet:
+        router = fleet.router()
+        leaving = fleet.agent("a0", world.sims[0].port)
+        killed = fleet.agent("a1", world.sims[1].port)
+        await f.all_ready(router, "a0", "a1")
+
+        leaving.terminate()
+        await f.until(lambda: f.state_of(router, "a0") in ("draining", "gone", ""), SEEN_SECONDS)
+        os.kill(killed.pid, signal.SIGKILL)
+        await f.until(lambda: f.state_of(router, "a1") != "ready", 8, "it is not ready any more")
+        assert await leaving.ended(5) == 0
+
+
+async def test_static_registered_and_added_workers_mix(world: World) -> None:
+    with world.fleet() as fleet:
+        over_http = f"http://127.0.0.1:{world.sims[0].port},id=h"
+        router = fleet.router("--worker-urls", over_http, "nats:a1")
+        fleet.agent("a1", world.sims[1].port)
+        fleet.agent("a2", world.sims[2].port)
+        f.add_worker_url(router, f"http://127.0.0.1:{world.sims[2].port}", id="added")
+        await f.all_ready(router, "h", "a1", "a2", "added")
+
+        asked = bodies(8, tokens=10, token_seconds=0)
+        answers = await f.many(router.port, asked)
+
+        right = right_answers(world.sims[0], asked)
+        served = {
+            each: f.metric(router, "baton_worker_requests_total", outcome="success", worker=each)
+            for each in ("h", "a1", "a2", "added")
+        }
+    assert check_honest(answers, right) == 8
+    assert all(served.values()), served
+
+
+async def test_a_rolling_restart_under_load_fails_nobody(world: World) -> None:
+    with world.fleet() as fleet:
+        rolled = await roll(
+            fleet, world.sims, streams=20, tokens=50, token_seconds=0.02, window_seconds=0.3
+        )
+    check(rolled)
