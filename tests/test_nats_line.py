@@ -739,6 +739,56 @@ async def test_a_peer_without_heartbeats_may_be_silent(autojump_clock: MockClock
         assert asked.told == ["connected", 200, "body", "end"]
 
 
+async def test_a_request_that_never_arrives_is_missed_where_agents_say_what_they_have(
+    autojump_clock: MockClock,
+) -> None:
+    async with world() as it:
+        _, first = await it.begin()
+        await it.frames(first, HEARTBEAT, HEAD, DATA, DONE)
+
+        asked, sent = await it.begin()
+        await trio.sleep(HEARTBEAT_LOST_SECONDS - 0.1)
+        early = asked.ends
+        await trio.sleep(1.2)
+
+        assert early == 0
+        assert asked.told == ["missed"]
+        await trio.sleep(3)
+        assert it.cancels == [sent.reply] * 3
+
+        # An old worker may have taken the agent's place: it may be silent.
+        other, last = await it.begin()
+        it.tell(last, *old_frame(DATA))
+        await trio.sleep(800)
+        it.tell(last, *old_frame(DONE))
+        await wait_all_tasks_blocked()
+        patient, sent = await it.begin()
+        await trio.sleep(800)
+        it.tell(sent, *old_frame(DONE))
+        await wait_all_tasks_blocked()
+
+        assert other.told == ["connected", 200, "body", "end"]
+        assert patient.told[-1] == "end"
+    assert it.missed == 1
+
+
+async def test_a_request_that_is_lost_on_its_way_to_an_agent_is_given_up(
+    autojump_clock: MockClock,
+) -> None:
+    async with world() as it:
+        for is_known, told in ((False, []), (True, ["missed"])):
+            if is_known:  # by what it has answered before
+                _, first = await it.begin()
+                await it.frames(first, HEARTBEAT, HEAD, DONE)
+            it.server.lose("infera.req.>")
+            asked, sent = await it.begin()
+
+            await trio.sleep(HEARTBEAT_LOST_SECONDS + 1.1)
+
+            assert asked.told == told
+            sent.close()
+
+
 async def test_frames_that_wait_in_a_stalled_process_are_no_silence(
     autojump_clock: MockClock,
 ) -> None:

@@ -114,15 +114,22 @@ class Inbox:
         except PayloadTooLarge as error:
             sent.meet_limit(error.limit)
             return True
-        sent.is_published = True
+        sent.published()
         return True
 
     # What the broker tells
 
     def _on_messages(self, messages: Sequence[Message]) -> None:
         self.reactor.begin_batch()
-        if self._first and len(messages) > 1:
-            messages = sorted(messages, key=self._rank)
+        try:
+            if self._first and len(messages) > 1:
+                messages = sorted(messages, key=self._rank)
+            self._hand_out(messages)
+        finally:
+            self.reactor.end_batch()
+
+    def _hand_out(self, messages: Sequence[Message]) -> None:
+        """Each to its attempt, those in a row together."""
         place, count, found = 0, len(messages), self._open
         while place < count:
             message = messages[place]
@@ -141,7 +148,6 @@ class Inbox:
                     sent.take_all(messages[begin:place])
             except Exception as error:
                 self.crash(sent, answered, error)
-        self.reactor.end_batch()
 
     def _rank(self, message: Message) -> int:
         sent = self._open.get(message.subject)

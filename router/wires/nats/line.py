@@ -19,6 +19,7 @@ from router.wires.nats.inbox import Inbox
 from router.wires.nats.protocol import Names, write_request
 from router.wires.nats.queueing import STORED_MAX, Queueing
 from router.wires.nats.sent import NatsSent
+from router.wires.nats.silence import Peer
 
 #: At the very end, how long the broker may take for the last cancels.
 FLUSH_SECONDS = 2.0
@@ -86,6 +87,7 @@ class NatsLine:
     subject: str
     cancel_subject: str
     rank: Rank
+    peer: Peer = field(factory=Peer)
 
     def send(
         self,
@@ -108,6 +110,7 @@ class NatsLine:
             streams=streams,
             is_cold=not queues,
             rank=self.rank,
+            peer=self.peer,
         )
         limit = wire.broker.max_payload
         if len(body) > limit:

@@ -35,6 +35,7 @@ from router.wires.nats.protocol import (
     is_stored,
     number,
 )
+from router.wires.nats.silence import Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
 
 if TYPE_CHECKING:
@@ -42,12 +43,8 @@ if TYPE_CHECKING:
 
 #: What may wait for the status of an answer without a head.
 HELD_BYTES_MAX = 64 * 1024 * 1024
-#: A broker that is away may come back, and nothing may be lost; so much longer is waited for it.
-AWAY_SECONDS = 10.0
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
-#: A silence is looked at twice: this process itself may have stood still, and frames be waiting.
-SECOND_LOOK_SECONDS = 1.0
 DETAIL_CHARACTERS_MAX = 500
 
 
@@ -58,16 +55,13 @@ class NatsSent:
         "_expected",
         "_has_begun",
         "_has_head",
-        "_heard_at",
         "_held",
-        "_is_beating",
-        "_is_exposed",
         "_is_numbered",
         "_is_paused",
         "_kept",
         "_leaves_at",
-        "_looked_at",
         "_passes",
+        "_silence",
         "_streams",
         "answered",
         "armed_at",
@@ -76,6 +70,7 @@ class NatsSent:
         "is_cold",
         "is_over",
         "is_published",
+        "peer",
         "rank",
         "reply",
     )
@@ -89,6 +84,7 @@ class NatsSent:
         streams: bool,
         is_cold: bool,
         rank: int,
+        peer: Peer,
     ) -> None:
         self.inbox = inbox
         self.cancel_subject = cancel_subject
@@ -108,12 +104,8 @@ class NatsSent:
         self._is_numbered: bool | None = None
         self._has_begun = False
         self._has_head = False
-        #: The peer sends heartbeats, so silence means that it is gone.
-        self._is_beating = False
-        #: Frames may have been lost before the first one came.
-        self._is_exposed = False
-        self._heard_at = 0.0
-        self._looked_at = 0.0
+        self._silence = Silence(peer)
+        self.peer = peer
         self._is_paused = False
         #: Data goes straight to whoever is told.
         self._passes = False
@@ -189,12 +181,20 @@ class NatsSent:
         if self._is_numbered is False or self.is_cold:
             self.miss(why)
             return
-        self._is_exposed = True
+        self._silence.is_exposed = True
         self._watch()
+
+    def published(self) -> None:
+        """It has gone to the worker itself, and not into a queue where it may wait."""
+        self.is_published = True
+        if not self.is_cold:
+            self._silence.is_awaited = True
+            self._silence.heard_at = self.inbox.reactor.now
+            self._watch()
 
     def reconnected(self) -> None:
         """Silence counts from now on: nobody could be heard before."""
-        self._heard_at = self.inbox.reactor.now
+        self._silence.heard_at = self.inbox.reactor.now
 
     # What comes
 
@@ -207,7 +207,7 @@ class NatsSent:
             self._expected += 1
         elif not self._counts(message):
             return
-        self._heard_at = self.inbox.reactor.now
+        self._silence.heard_at = self.inbox.reactor.now
         kind = headers.get(TYPE, DATA)
         if self._passes and kind == DATA:
             if message.payload and self.answered is not None:
@@ -231,7 +231,7 @@ class NatsSent:
 
     def _tell_pieces(self, pieces: list[bytes]) -> None:
         if pieces:
-            self._heard_at = self.inbox.reactor.now
+            self._silence.heard_at = self.inbox.reactor.now
             data = b"".join(pieces)
             pieces.clear()
             if data and self.answered is not None:
@@ -251,10 +251,10 @@ class NatsSent:
             self.miss("a frame without its number")
             return False
         if found is None:
-            if self._is_exposed:
+            if self._silence.is_exposed:
                 self.miss("frames without numbers, and some may be lost")
                 return False
-            self._is_numbered = False
+            self._is_numbered = self.peer.has_word = False
         elif found < self._expected:
             return False  # it came twice
         elif found > self._expected:
@@ -272,10 +272,11 @@ class NatsSent:
     def _take_other(self, kind: str, message: Message) -> None:
         if not self._has_begun:
             self._has_begun = True
+            self._silence.began()
             if self.answered is not None:
                 self.answered.on_connected()
         if kind in (HEARTBEAT, HEAD):
-            self._is_beating = True
+            self._silence.is_beating = self.peer.has_word = True
             self._watch()
         if kind in TERMINAL and (self.answered is None or not self._kept):
             self._finish()
@@ -420,26 +421,19 @@ class NatsSent:
         return self._look_at_silence(now)
 
     def _look_at_silence(self, now: float) -> float | None:
-        if not (self._is_beating or self._is_exposed):
-            return None
-        until = self._heard_at + HEARTBEAT_LOST_SECONDS
-        if now < until:
-            return until
-        if not self.inbox.is_connected and now < until + AWAY_SECONDS:
-            return until + AWAY_SECONDS  # nobody can be heard, but the broker may come back
-        if self._looked_at <= self._heard_at:
-            self._looked_at = now
-            return now + SECOND_LOOK_SECONDS
-        if self._is_beating and self.inbox.is_connected:
-            self._fail("the agent is silent")
+        found = self._silence.look(now, self.inbox.is_connected)
+        if found is Verdict.GONE:
+            self._fail(found.value)
+        elif found is Verdict.MISSED:
+            self.miss(found.value)
         else:
-            self.miss("no frame since some may have been lost")
+            return found
         return None
 
     def _watch(self) -> None:
         if self.armed_at is None:
-            self._heard_at = max(self._heard_at, self.inbox.reactor.now)
-            self._arm(self._heard_at + HEARTBEAT_LOST_SECONDS)
+            self._silence.heard_at = max(self._silence.heard_at, self.inbox.reactor.now)
+            self._arm(self._silence.heard_at + HEARTBEAT_LOST_SECONDS)
 
     def _arm(self, when: float) -> None:
         self.inbox.reactor.sweeper.arm(self, when)
