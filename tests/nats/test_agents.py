@@ -150,6 +150,7 @@ async def test_a_full_worker_is_passed_by_and_a_full_fleet_says_so(world: World)
     assert refused.status == 429
     assert json.loads(refused.body)["error"]["code"] == "queue_full"
     assert refused.headers["retry-after"] == "1"
+    assert refused.headers["x-router-error-code"] == "queue_full"
     assert all(each.is_good for each in late)
 
 
