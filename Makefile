@@ -41,8 +41,9 @@ $(READY): pyproject.toml $(STALE)
 	$(RUN) pip install --quiet --disable-pip-version-check --editable . --group dev
 	@echo '$(CURDIR)' > $(READY)
 
+# make demo ARGS=--nats: workers on NATS, all drained under load.
 demo: $(READY)
-	$(BIN)/baton demo
+	$(BIN)/baton demo $(ARGS)
 
 test: $(READY)
 	$(RUN) pytest

@@ -1,7 +1,7 @@
 """A broker with a leak: passes NATS on to the real one and loses some of what is published.
 
-Only messages to inboxes are lost, so that what is tested is a stream with a hole in it and not a
-request that never arrived. Which ones is decided by a seed.
+Only messages to some subjects are lost: to inboxes, say, which makes holes in streams, or to
+workers, which makes requests that never arrive. Which ones is decided by a seed.
 """
 
 import contextlib
@@ -22,13 +22,14 @@ class Tap:
     url: str
     share: float
     random: random.Random
+    subjects: bytes
     passed: int = 0
     lost: int = 0
     sockets: list[socket.socket] = Factory(list)
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def loses(self, subject: bytes) -> bool:
-        if not subject.startswith(b"_INBOX."):
+        if not subject.startswith(self.subjects):
             return False
         with self._lock:
             is_lost = self.random.random() < self.share
@@ -38,12 +39,14 @@ class Tap:
 
 
 @contextlib.contextmanager
-def tapped(broker: str, *, share: float, seed: int = 1) -> Iterator[Tap]:
-    """Loses this share of the messages to inboxes that come in through it."""
+def tapped(
+    broker: str, *, share: float, seed: int = 1, subjects: bytes = b"_INBOX."
+) -> Iterator[Tap]:
+    """Loses this share of the messages to these subjects that come in through it."""
     host, port = broker.removeprefix("nats://").rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
-        tap = Tap(url, share, random.Random(seed))
+        tap = Tap(url, share, random.Random(seed), subjects)
         accepting = threading.Thread(target=_accept, args=(listener, (host, int(port)), tap))
         accepting.start()
         try:

@@ -144,8 +144,10 @@ async def test_what_an_old_worker_hands_back_goes_on_at_another_old_one(
     assert all(each.is_good for each in read), read
     assert {each.text for each in read} == {text_of(trace)}
     assert all(len(each.ids) == 1 for each in read)
-    assert [each.migratable for each in dying.asked] == [True]
-    assert f.metric(routed, MOVES, reason="worker_draining") - before == 1
+    assert {each.migratable for each in dying.asked} == {True}
+    moved = f.metric(routed, MOVES, reason="worker_draining") - before
+    # One that had brought nothing yet is asked again, which is no move.
+    assert 1 <= moved <= len(dying.asked)
 
 
 async def test_a_job_that_is_stored_is_not_answered_by_its_receipt(

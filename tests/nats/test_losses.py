@@ -85,12 +85,19 @@ async def test_a_killed_agent_is_noticed_in_seconds_and_its_streams_go_on(world:
     print(f"the last stream of a killed agent ended {took:.1f} s after its end")
 
 
-async def test_a_broker_that_dies_and_comes_back_loses_nothing_in_silence(world: World) -> None:
+@pytest.mark.parametrize(
+    "pending",
+    [pytest.param(0, id="core"), pytest.param(100, id="stored", marks=pytest.mark.long)],
+)
+async def test_a_broker_that_dies_and_comes_back_loses_nothing_in_silence(
+    world: World, pending: int
+) -> None:
+    limit = ["--nats-req-max-pending", str(pending)]
     with NatsServer() as broker, world.fleet() as fleet:
         fleet.broker = broker.url
-        router = fleet.router("--migration-limit", "2")
+        router = fleet.router("--migration-limit", "2", *limit)
         for number, sim in enumerate(world.sims):
-            fleet.agent(f"a{number}", sim.port)
+            fleet.agent(f"a{number}", sim.port, *limit)
         await f.all_ready(router, "a0", "a1", "a2")
         asked = bodies(30, tokens=100, token_seconds=0.02)
         right = right_answers(world.sims[0], asked)
@@ -137,6 +144,32 @@ async def test_a_hole_anywhere_is_seen(world: World) -> None:
     assert moved > 0
     assert good > len(asked) / 2
     print(f"{tap.lost} frames of {tap.passed} lost: {moved:.0f} moves, {good} of 40 good")
+
+
+@pytest.mark.long
+async def test_a_request_that_never_arrives_is_asked_again(world: World) -> None:
+    """An agent that has taken one says so at once; one that has not cannot say so."""
+    with world.fleet() as fleet:
+        subjects = f"{fleet.prefix}.req.".encode()
+        with tapped(world.broker, share=0.2, seed=3, subjects=subjects) as tap:
+            straight, fleet.broker = fleet.broker, tap.url
+            router = fleet.router("--request-max-retries", "2")
+            fleet.broker = straight
+            for number, sim in enumerate(world.sims):
+                fleet.agent(f"a{number}", sim.port)
+            await f.all_ready(router, "a0", "a1", "a2")
+            asked = bodies(20, tokens=5, token_seconds=0)
+            right = right_answers(world.sims[0], asked)
+            started = trio.current_time()
+
+            answers = await f.many(router.port, asked)
+
+            took = trio.current_time() - started
+    good = check_honest(answers, right)
+    print(f"{tap.lost} of {tap.lost + tap.passed} requests lost: {good} good after {took:.1f} s")
+    assert tap.lost > 1
+    assert good >= 19
+    assert took < 2 * FIRST_HEARTBEATS_SECONDS + 2
 
 
 @pytest.mark.parametrize("is_numbered", [True, False], ids=["numbered", "old"])
@@ -204,3 +237,30 @@ async def _until_served(router: f.Process, only: Puppet, body: f.Body) -> f.Told
         only.send(only.asked[-1], "data", CHAT_TRACE)
         only.send(only.asked[-1], "done", status=200)
     return answers[0]
+
+
+async def test_a_continuation_above_the_limit_goes_on_as_text(world: World) -> None:
+    """Scenario 38: the ids of a long prompt do not fit beside its text."""
+    with NatsServer(settings="max_payload: 56000") as small, world.fleet() as fleet:
+        fleet.broker = small.url
+        router = fleet.router("--migration-limit", "1")
+        sims = [fleet.sim(f"wide{n}", "--context-length", "40000") for n in range(2)]
+        agents = [fleet.agent(f"a{n}", sim.ready().port) for n, sim in enumerate(sims)]
+        await f.all_ready(router, "a0", "a1")
+        plain = f.chat("time " * 7000, tokens=60)
+        [right] = right_answers(sims[0], [plain])
+        midway = f.Midway(5)
+        answers: list[f.Told] = []
+
+        async def client() -> None:
+            body = f.slowly(plain, 0.03)
+            answers.append(await f.stream(router.port, body, heard=midway.heard))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client)
+            await midway.reached.wait()
+            serving = 0 if f.workers(router)["a0"]["inflight"] else 1
+            agents[serving].kill()
+
+    assert [answer.said for answer in answers] == [right.said]
+    assert "mode=text" in router.said()

@@ -100,3 +100,18 @@ async def test_a_rolling_restart_under_load_fails_nobody(world: World) -> None:
             fleet, world.sims, streams=20, tokens=50, token_seconds=0.02, window_seconds=0.3
         )
     check(rolled)
+
+
+@pytest.mark.long
+async def test_five_agents_restart_under_a_hundred_streams(world: World) -> None:
+    with world.fleet() as fleet:
+        sims = [fleet.sim(f"s{number}") for number in range(5)]
+        rolled = await roll(
+            fleet,
+            [sim.ready() for sim in sims],
+            streams=100,
+            tokens=100,
+            token_seconds=0.05,
+            window_seconds=1.0,
+        )
+    check(rolled)
