@@ -291,11 +291,36 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=check)
 
 
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    from router.replaying import add_replay_arguments
+
+    add_replay_arguments(parser)
+
+
+def _add_conform(parser: argparse.ArgumentParser) -> None:
+    from router.conform.command import add_arguments
+
+    add_arguments(parser)
+    parser.set_defaults(command=_conform)
+
+
+def _conform(arguments: argparse.Namespace) -> int:
+    from router.conform.command import BadCall, run
+    from router.conform.routers import BadRouter
+
+    try:
+        return run(arguments)
+    except (BadCall, BadRouter) as problem:
+        return complain("conform", problem)
+
+
 COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
     ("serve", _add_serve, "run the router"),
     ("sim", _add_sim, "run a simulated engine"),
     ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
     ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),
     ("check", _add_check, "model-check the state machines"),
+    ("replay", _add_replay, "run a recorded log of transitions through the charts"),
+    ("conform", _add_conform, "try what users complain about on this router or any other"),
     ("workers", add_workers_commands, "see and change the workers of a running router"),
 )

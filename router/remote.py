@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from attrs import frozen
+
+from router.columns import columns
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
@@ -149,7 +151,7 @@ def _list(arguments: argparse.Namespace, api: Api) -> str:
         rows = msgspec.json.decode(answer, type=_Workers).workers
     except (msgspec.DecodeError, msgspec.ValidationError) as problem:
         raise RemoteError(f"{api.url}: not a list of workers: {problem}") from problem
-    return _table([COLUMNS, *(tuple(_cell(getattr(row, c)) for c in COLUMNS) for row in rows)])
+    return columns([COLUMNS, *(tuple(_cell(getattr(row, c)) for c in COLUMNS) for row in rows)])
 
 
 def _add(arguments: argparse.Namespace, api: Api) -> str:
@@ -185,11 +187,3 @@ def _cell(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value) or "-"
     return str(value) or "-"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -101,7 +101,7 @@ def dot(chart: Chart, paint: Paint = PLAIN) -> str:
 
 def _dot_body(chart: Chart, paint: Paint) -> Iterator[str]:
     drawn = arrows(chart, paint.steps)
-    legend = "".join(f"{line}\\l" for line in [*_legend(chart, drawn), *_dot_title(paint)])
+    legend = "".join(f"{line}\\l" for line in [*_dot_title(paint), *_legend(chart, drawn)])
     yield "rankdir=TB; compound=true; newrank=true; nodesep=0.45; ranksep=0.5;"
     yield 'fontname="Helvetica"; fontsize=11; fontcolor="#5b6770";'
     yield f'label="{legend}"; labelloc=b; labeljust=l;'

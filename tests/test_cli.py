@@ -51,7 +51,9 @@ def test_help_names_every_command_there_is_and_no_other(
 ) -> None:
     text = help_of(capsys)
 
-    assert {"serve", "sim", "demo", "diagrams", "check", "workers"} == COMMANDS
+    assert {
+        *("serve", "sim", "demo", "diagrams", "check", "replay", "workers"),
+    } == COMMANDS
     assert all(f"    {name} " in text for name in COMMANDS)
 
 
