@@ -28,6 +28,7 @@ from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
 from router.connection import Connection
+from router.feed import Feed
 from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
@@ -39,7 +40,6 @@ from router.serving import Serving
 from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
 from router.ticket import Ticket
-from router.websocket import Feed
 from router.wires.client import LineTransport
 from router.wires.http import Pool
 from router.wires.line import Line
@@ -206,7 +206,8 @@ class App:
                     self._listener.close()
                     self.serving.shut_down()
                     # What is left ends by itself once its client has taken its last bytes.
-                    patience = FLUSH_SECONDS if self.serving.has_open_channels() else 0.0
+                    is_heard = self.feed.close() or self.serving.has_open_channels()
+                    patience = FLUSH_SECONDS if is_heard else 0.0
                     front.cancel_scope.deadline = trio.current_time() + patience
                 with trio.move_on_after(FLUSH_SECONDS):
                     await self._aborts.wait_done()

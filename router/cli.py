@@ -297,6 +297,12 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_replay_arguments(parser)
 
 
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    from router.watching import add_watch_arguments
+
+    add_watch_arguments(parser)
+
+
 def _add_conform(parser: argparse.ArgumentParser) -> None:
     from router.conform.command import add_arguments
 
@@ -320,6 +326,7 @@ COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...]
     ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
     ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),
     ("check", _add_check, "model-check the state machines"),
+    ("watch", _add_watch, "show the transitions of a running router as they happen"),
     ("replay", _add_replay, "run a recorded log of transitions through the charts"),
     ("conform", _add_conform, "try what users complain about on this router or any other"),
     ("workers", add_workers_commands, "see and change the workers of a running router"),

@@ -49,7 +49,7 @@ class Api:
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
             raise RemoteError(f"{self.url}: {problem}") from problem
         if not answer.is_success:
-            raise RemoteError(_reason(answer.status_code, answer.content))
+            raise RemoteError(reason_of(answer.status_code, answer.content))
         return answer.content
 
 
@@ -62,11 +62,12 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-def _reason(status: int, body: bytes) -> str:
+def reason_of(status: int, body: bytes) -> str:
+    """One line about an answer that is an error, in the router's own words where it has some."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
     except (msgspec.DecodeError, msgspec.ValidationError):
-        return f"the answer is {status}, not from a router's worker API"
+        return f"the answer is {status}, not from a router's API"
     return f"{error.message} ({error.code or status})"
 
 

@@ -52,7 +52,7 @@ def test_help_names_every_command_there_is_and_no_other(
     text = help_of(capsys)
 
     assert {
-        *("serve", "sim", "demo", "diagrams", "check", "replay", "workers"),
+        *("serve", "sim", "demo", "diagrams", "check", "watch", "replay", "conform", "workers"),
     } == COMMANDS
     assert all(f"    {name} " in text for name in COMMANDS)
 
@@ -327,7 +327,7 @@ def test_a_worker_is_drained_and_removed(
     [
         (404, b'{"error":{"message":"No worker.","code":"not_found"}}', "No worker. (not_found)"),
         (401, b'{"error":{"message":"A key is required."}}', "A key is required. (401)"),
-        (502, b"<html>", "the answer is 502, not from a router's worker API"),
+        (502, b"<html>", "the answer is 502, not from a router's API"),
         (200, b"<html>", "not a list of workers"),
         (200, b'{"workers":1}', "not a list of workers"),
     ],
