@@ -262,10 +262,23 @@ def _add_diagrams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root", default=".", metavar="DIR", help="where diagrams/ and docs/ are (default .)"
     )
+    parser.add_argument(
+        "--live",
+        metavar="URL",
+        help="instead, paint the counts of this router's /metrics on the diagrams",
+    )
+    parser.add_argument(
+        "--output",
+        default="diagrams-live",
+        metavar="DIR",
+        help="where the live pictures go (default diagrams-live)",
+    )
     parser.set_defaults(command=_diagrams)
 
 
 def _diagrams(arguments: argparse.Namespace) -> int:
+    if arguments.live is not None:
+        return _live_diagrams(arguments)
     from router.reference import blocks
     from statemachines.generated import stale, write
 
@@ -277,6 +290,21 @@ def _diagrams(arguments: argparse.Namespace) -> int:
         return 1 if found else 0
     for path in write(root, blocks()):
         print(f"written: {path}")
+    return 0
+
+
+def _live_diagrams(arguments: argparse.Namespace) -> int:
+    from router.live import CannotPaint, draw_live
+    from router.remote import RemoteError
+
+    folder = Path(arguments.output)
+    if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
+        return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
+    try:
+        print(draw_live(arguments.live, folder))
+    except (CannotPaint, RemoteError, OSError) as problem:
+        print(f"baton diagrams: {problem}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -47,7 +47,7 @@ HOMES = {
     "prometheus_client": ("router.metrics",),
     "httptools": ("router.calls", "router.wires"),
     "select": ("router.sockets", "router.tcp"),
-    "h11": ("router.sim",),
+    "h11": ("router.sim", "router.conform"),
     "anyio": ("router.wires.nats",),
     "nats": ("router.wires.nats",),
     "asyncio": ("router.wires.nats",),
