@@ -66,7 +66,11 @@ async def leaves_streams(stage: Stage) -> None:
 
 
 async def _leave_midway(stage: Stage) -> None:
-    await stage.ask(Ask(tokens=300), leave_when=lambda heard: len(heard.events) >= 3)
+    await stage.ask(Ask(tokens=300), leave_when=_has_begun)
+
+
+def _has_begun(heard: Heard) -> bool:
+    return len(heard.events) >= 3
 
 
 @case(
@@ -88,7 +92,7 @@ async def leaves_before_first_token(stage: Stage) -> None:
     actors=(Actor("hang,after_events=4"),),
 )
 async def leaves_silent_stream(stage: Stage) -> None:
-    await stage.ask(leave_when=lambda heard: len(heard.events) >= 3)
+    await stage.ask(leave_when=_has_begun)
 
     await _is_let_go(stage, "the stream")
 
@@ -122,7 +126,7 @@ async def _six_of_which_some_leave(stage: Stage, turn: int) -> None:
     async def visit(name: str) -> None:
         await stage.ask(
             Ask(tokens=20, prompt=name),
-            leave_when=lambda heard: len(heard.events) >= 3 and is_on_first(name),
+            leave_when=lambda heard: _has_begun(heard) and is_on_first(name),
         )
 
     async with trio.open_nursery() as nursery:
@@ -167,16 +171,20 @@ async def cap_holds(stage: Stage) -> None:
 )
 async def cap_is_given_back(stage: Stage) -> None:
     for _ in range(3):
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(_leave_midway, stage)
+        await _four(stage, Ask(tokens=300), leaves=True)
         await _is_let_go(stage, "a stream")
+    await _four(stage, Ask(tokens=3), leaves=False)
 
-    last = [Heard() for _ in range(4)]
+
+async def _four(stage: Stage, ask: Ask, *, leaves: bool) -> None:
+    heard = [Heard() for _ in range(4)]
+    leave_when = _has_begun if leaves else None
     async with trio.open_nursery() as nursery:
-        for heard in last:
-            nursery.start_soon(partial(stage.ask, Ask(tokens=3), patience=8, heard=heard))
-    bad = [heard for heard in last if not heard.is_whole]
+        for one in heard:
+            nursery.start_soon(
+                partial(stage.ask, ask, patience=10, leave_when=leave_when, heard=one)
+            )
+    bad = [one for one in heard if not (one.ending == "left" if leaves else one.is_whole)]
     if bad:
         raise Failed(f"{len(bad)} of 4 not served after others had left ({bad[0].summary})")
 
@@ -200,6 +208,7 @@ async def leaves_queue(stage: Stage) -> None:
             raise Failed("the second did not have to wait, although one at a time is allowed")
         nursery.start_soon(lambda: stage.ask(Ask(tokens=1), heard=third))
 
+    await trio.sleep(1.0)  # who left may come after all
     if any(b"the one who leaves" in one.body for one in stage.asked(0)):
         raise Failed("the request whose client had left was sent to an engine")
     if not first.is_whole or not third.is_whole:
