@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from router.conform import matrix
 from router.conform.case import KNOBS, Case
 from router.conform.cases import CASES, LEFT_OUT, fleet
 from router.conform.routers import BATON, PRESETS
+from router.conform.running import Verdict
 from router.conform.stage import Order, Router
 from router.sim.settings import EngineKind
 from tests import naive
 from tests.conforming import Memory, ServerInMemory, start_baton, try_in_memory
 from tests.naive import Naive
 
+ROOT = Path(__file__).resolve().parent.parent
 #: Who is caught by a case, and what is said of it.
 CAUGHT: dict[str, tuple[type[Naive], str]] = {
     "leaves-whole-answer": (Naive, "still runs"),
@@ -58,6 +64,13 @@ CAUGHT: dict[str, tuple[type[Naive], str]] = {
     "rooms-are-used-once": (naive.SameRoom, "in the same room"),
     "readiness-of-pairs": (Naive, "ready 30 s after"),
 }
+#: Some have more than one way to go wrong.
+ALL_CAUGHT = [
+    *CAUGHT.items(),
+    ("leaves-queue", (Naive, "the second did not have to wait")),
+    ("too-large-body", (Naive, "an engine got it")),
+    ("errors-have-one-shape", (naive.Masking, "500 with")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +92,9 @@ def test_baton_passes_every_case(case: Case, engine: EngineKind) -> None:
     assert (verdict.outcome, verdict.reason) == (expected, verdict.reason), verdict
 
 
-@pytest.mark.parametrize("case", CASES, ids=ids)
-def test_every_case_catches_somebody(case: Case) -> None:
-    kind, reason = CAUGHT[case.name]
+@pytest.mark.parametrize("name, kind, reason", [(name, *how) for name, how in ALL_CAUGHT])
+def test_every_case_catches_somebody(name: str, kind: type[Naive], reason: str) -> None:
+    case = next(each for each in CASES if each.name == name)
 
     def start(place: Memory, order: Order) -> Router:
         return ServerInMemory(naive.start(kind, place, order), place.nursery)
@@ -90,6 +103,10 @@ def test_every_case_catches_somebody(case: Case) -> None:
 
     assert verdict.outcome == "fail"
     assert reason in verdict.reason
+
+
+def test_no_case_is_without_somebody_it_catches() -> None:
+    assert set(CAUGHT) == {case.name for case in CASES}
 
 
 def test_every_complaint_is_tried_or_left_out_for_a_reason() -> None:
@@ -107,3 +124,32 @@ def test_knobs_are_known_words_and_baton_has_them_all() -> None:
         assert BATON.lacks(case) is None
     for preset in PRESETS:
         assert not set(preset.flags) - set(KNOBS), preset.name
+
+
+def test_the_document_tells_of_every_case_and_baton_passes_them_all() -> None:
+    text = (ROOT / "docs" / "conformance.md").read_text()
+    matrix = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    column = next(row for row in matrix if row[0] == "| case").index(f"baton {BATON.version}")
+
+    for case in CASES:
+        assert f"| {case.name} | {case.done} | {case.expected} |" in text
+        row = next(row for row in matrix if row[:2] == [f"| {case.name}", case.complaint])
+        assert row[column] == "pass"
+    for complaint, reason in LEFT_OUT.items():
+        assert f"| {complaint} | {reason} |" in text
+
+
+def test_a_matrix_is_the_same_in_every_form() -> None:
+    case = CASES[0]
+    results = {"baton": {case.name: Verdict("fail", "a reason | with a bar", 1.25)}}
+
+    table = matrix.as_table([case], results)
+    shown = json.loads(matrix.as_json([BATON], results))
+    text = matrix.as_markdown([case], [BATON], results)
+
+    assert f"baton: {case.name}: fail: a reason" in table
+    assert "baton: 0 passed, 1 failed, 0 not applicable" in table
+    assert shown["baton"]["cases"][case.name]["seconds"] == 1.25
+    assert f"| {case.name} | {case.complaint} | **fail** |" in text
+    assert "| 0 of 1 |" in text
+    assert "`--max-concurrent-requests {}`" in text

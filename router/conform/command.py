@@ -18,7 +18,7 @@ from router.conform import matrix
 from router.conform.case import KNOBS, Case
 from router.conform.cases import CASES, LEFT_OUT
 from router.conform.loopback import opened
-from router.conform.routers import SETTINGS, Candidate, chosen
+from router.conform.routers import SETTINGS, Candidate, chosen, installed
 from router.conform.running import Verdict, try_case
 
 _EPILOG = f"""\
@@ -93,14 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(_listed(cases))
         return 0
-    candidates = _candidates(arguments)
     if arguments.jobs < 1:
         raise BadCall("--jobs: at least 1")
+    folder = f"{arguments.bin.rstrip('/')}/" if arguments.bin else ""
+    candidates = [installed(one, folder) for one in _candidates(arguments)]
     _raise_descriptor_limit()
     with TemporaryDirectory(prefix="baton-conform-") as temporary:
         logs = Path(arguments.logs or temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        run = Run(candidates, cases, Path(arguments.bin) if arguments.bin else None, logs)
+        run = Run(candidates, cases, folder, logs)
         trio.run(run.all, arguments.jobs)
     if arguments.json:
         print(matrix.as_json(candidates, run.results))
@@ -148,7 +149,7 @@ class Run:
 
     candidates: list[Candidate]
     cases: list[Case]
-    folder: Path | None
+    folder: str
     logs: Path
     results: dict[str, dict[str, Verdict]] = field(init=False)
 
@@ -194,6 +195,5 @@ class Run:
         if lacking is not None:
             return Verdict("n/a", lacking)
         log = self.logs / f"{candidate.name}-{case.name}.log"
-        folder = f"{self.folder}/" if self.folder is not None else ""
-        place = partial(opened, candidate, folder, log)
+        place = partial(opened, candidate, self.folder, log)
         return await try_case(case, place, candidate.knobs(case), candidate.engine_for(case))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -80,7 +81,9 @@ def as_markdown(cases: Sequence[Case], candidates: Sequence[Candidate], results:
             "## Why",
             *(_markdown_reasons(one, results[one.name]) for one in candidates),
             "## How each router was started",
-            *(_markdown_flags(one) for one in candidates),
+            *(_markdown_commands(one) for one in candidates),
+            "### What single cases add",
+            _markdown_knobs(candidates),
         ]
     )
 
@@ -124,17 +127,12 @@ def _markdown_reasons(one: Candidate, verdicts: Mapping[str, Verdict]) -> str:
     return "\n".join([*lines, *(told or ["Nothing failed."])])
 
 
-def _markdown_flags(one: Candidate) -> str:
-    """The two command lines, and the flags of every knob."""
+def _markdown_commands(one: Candidate) -> str:
+    """The command lines, without what single cases add."""
     pd = [_command(one, is_pd=True)] if one.pd is not None else []
-    lines = [f"### {one.name} {one.version}".rstrip(), "", f"Engines: {_engines(one)}.", "", "```"]
-    lines += [_command(one, is_pd=False), *pd, "```", ""]
-    lines += [_row("wanted", "flags"), _row("---", "---")]
-    for knob, text in KNOBS.items():
-        flags = one.flags.get(knob)
-        shown = "none" if flags is None else f"`{flags}`" if flags else "by default"
-        lines.append(_row(f"{knob}: {text}", shown))
-    return "\n".join(lines)
+    head = f"### {one.name} {one.version}".rstrip()
+    lines = [head, "", f"Engines: {_engines(one)}.", "", "```"]
+    return "\n".join([*lines, _command(one, is_pd=False), *pd, "```"])
 
 
 def _engines(one: Candidate) -> str:
@@ -144,6 +142,22 @@ def _engines(one: Candidate) -> str:
 def _command(one: Candidate, *, is_pd: bool) -> str:
     order = Order(_SHOWN_SEATS[is_pd], {}, one.engine)
     words = one.words(order, port=0, metrics_port=0, folder="")
-    text = " ".join("PORT" if word == "0" else word for word in words)
-    text = text.replace(words[0], "python", 1) if "python" in words[0] else text
+    program = "python" if words[0] == sys.executable else words[0]
+    text = " ".join([program, *("PORT" if word == "0" else word for word in words[1:])])
     return textwrap.fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _markdown_knobs(candidates: Sequence[Candidate]) -> str:
+    """What cases may want, and the flags for it."""
+    lines = [_row("what a case may want", *(one.name for one in candidates))]
+    lines.append(_row(*["---"] * (1 + len(candidates))))
+    for knob, text in KNOBS.items():
+        flags = [one.flags.get(knob) for one in candidates]
+        lines.append(_row(f"{knob}: {text}", *map(_shown_flags, flags)))
+    return "\n".join(lines)
+
+
+def _shown_flags(flags: str | None) -> str:
+    if flags is None:
+        return "none"
+    return f"`{flags}`" if flags else "by default"

@@ -7,9 +7,12 @@ on the command line in the same words.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import attrs
 from attrs import field, frozen
@@ -225,6 +228,24 @@ def chosen(names: Sequence[str], launches: Sequence[str], told: Sequence[str]) -
             raise BadRouter(f"--set {text}: {name!r} is not among the routers to try")
         found[name] = _told(found[name], setting, value)
     return list(found.values())
+
+
+def installed(one: Candidate, folder: str) -> Candidate:
+    """With the version that its script tells, if it does; raises BadRouter where there is none."""
+    word = _filled(one.command.split()[0], {"bin": folder, "python": sys.executable})
+    script = shutil.which(word)
+    if script is None:
+        raise BadRouter(f"{one.name}: there is no {word} (--bin says where presets are)")
+    if one.name == BATON.name:
+        return one
+    first = Path(script).read_bytes().partition(b"\n")[0].decode("utf-8", "replace")
+    if not first.startswith("#!") or "python" not in first:
+        return one
+    asks = f"from importlib.metadata import version; print(version({one.name!r}))"
+    asked = subprocess.run(
+        [*first[2:].split(), "-c", asks], capture_output=True, text=True, timeout=30, check=False
+    )
+    return attrs.evolve(one, version=asked.stdout.strip() or one.version)
 
 
 def _told(one: Candidate, setting: str, value: str) -> Candidate:

@@ -54,21 +54,28 @@ async def try_case(
             stage = await _set_up(case, place, knobs, engine)
             outcome, reason = await _play(case, stage)
     except* NotServing as problems:
-        outcome, reason = "fail", str(problems.exceptions[0])
+        outcome, reason = "fail", str(_first(problems))
     return Verdict(outcome, reason, trio.current_time() - began)
 
 
 async def _play(case: Case, stage: Stage) -> tuple[Outcome, str]:
+    found: list[tuple[Outcome, str]] = []
     try:
         with trio.move_on_after(case.seconds) as bounded:
             await case.play(stage)
-    except Failed as failed:
-        return "fail", str(failed)
-    except NotApplicable as missing:
-        return "n/a", str(missing)
-    if bounded.cancelled_caught:
-        return "fail", f"not over after {case.seconds:g} s"
-    return "pass", ""
+        if bounded.cancelled_caught:
+            found.append(("fail", f"not over after {case.seconds:g} s"))
+    except* Failed as failed:
+        found.append(("fail", str(_first(failed))))
+    except* NotApplicable as missing:
+        found.append(("n/a", str(_first(missing))))
+    return found[0] if found else ("pass", "")
+
+
+def _first(group: BaseExceptionGroup[Exception]) -> BaseException:
+    """What a task of a case has raised, however many nurseries it was in."""
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 async def _set_up(case: Case, place: Place, knobs: Mapping[str, str], engine: EngineKind) -> Stage:

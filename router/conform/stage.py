@@ -129,7 +129,7 @@ class Stage:
 
     async def get(self, path: str) -> Heard:
         """Ask the router itself."""
-        return await self.ask(Ask(method="GET", path=path), patience=10.0)
+        return await self.ask(Ask(method="GET", path=path), patience=20.0)
 
     def asked(self, place: int) -> list[Received]:
         """Generations that an engine was asked for since the router serves."""

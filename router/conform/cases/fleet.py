@@ -11,7 +11,7 @@ from router.conform.heard import Ask, Heard
 from router.conform.stage import Actor, Failed, NotApplicable, Stage
 
 STREAMS = 1000
-HEALTH_SECONDS = 2.0
+HEALTH_SECONDS = 10.0
 CHANGED_SECONDS = 30.0
 
 
