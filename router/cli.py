@@ -309,14 +309,45 @@ def _live_diagrams(arguments: argparse.Namespace) -> int:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    def check(_: argparse.Namespace) -> int:
-        from statemachines.check import run_checks
+    parser.add_argument(
+        "--explain",
+        metavar="PROPERTY",
+        help="instead, show the shortest path on which this promise (or the only one with these "
+        "words) is put to the test",
+    )
+    parser.set_defaults(command=_check)
 
-        report = run_checks()
-        print(report)
-        return 0 if report.is_good else 1
 
-    parser.set_defaults(command=check)
+def _check(arguments: argparse.Namespace) -> int:
+    from statemachines.check import run_checks
+
+    if arguments.explain is not None:
+        return _explain(arguments.explain)
+    is_terminal = sys.stderr.isatty()
+    report = run_checks(_show_progress if is_terminal else None)
+    if is_terminal:
+        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+    print(report)
+    return 0 if report.is_good else 1
+
+
+def _show_progress(model: str, seen: int, waiting: int) -> None:
+    line = f"{model}: {seen:,} states, {waiting:,} waiting"
+    print(f"\r{line:70}", end="", file=sys.stderr, flush=True)
+
+
+def _explain(words: str) -> int:
+    from statemachines.check import models
+    from statemachines.explain import Ambiguous, explain_all
+
+    try:
+        print(explain_all(models(), words))
+    except Ambiguous as problem:
+        code = complain("check", f"not one promise is called {words!r}; there are")
+        for model, promises in problem.promises.items():
+            print("\n".join([f"{model}:", *(f"  {each}" for each in promises)]), file=sys.stderr)
+        return code
+    return 0
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
