@@ -178,7 +178,11 @@ class App:
 
     def listen(self) -> tuple[str, int]:
         """Bind the port and return the address; raises OSError. Connections wait for `run`."""
-        listening = self.network.listen(self.settings.host, self.settings.port)
+        try:
+            listening = self.network.listen(self.settings.host, self.settings.port)
+        except OSError:
+            self._fire("crashed")
+            raise
         self._listener = Listener(self.reactor, listening, self._accepted)
         return self._listener.address
 
@@ -192,30 +196,40 @@ class App:
         """Serve, after `listen`, until asked to stop and drained. Cancelling stops at once."""
         assert self._listener is not None
         try:
-            async with trio.open_nursery() as root:
-                self._background_nursery = root
-                root.start_soon(self.reactor.run)
-                for spec in self.settings.workers:
-                    self.fleet.add(spec)
-                async with trio.open_nursery() as front:
-                    self._front = front
-                    self._fire("listening")
-                    await self._stop_asked.wait()
-                    self._fire("stop_asked")
-                    await self._drain()
-                    self._listener.close()
-                    self.serving.shut_down()
-                    # What is left ends by itself once its client has taken its last bytes.
-                    is_heard = self.feed.close() or self.serving.has_open_channels()
-                    patience = FLUSH_SECONDS if is_heard else 0.0
-                    front.cancel_scope.deadline = trio.current_time() + patience
-                with trio.move_on_after(FLUSH_SECONDS):
-                    await self._aborts.wait_done()
-                root.cancel_scope.cancel(reason="the router has stopped")
+            if self._stop_asked.is_set():
+                self._fire("stop_asked")
+            else:
+                await self._run_until_stopped(self._listener)
+        except Exception:  # also a group of them, but none with a cancellation in it
+            if self.state is not RouterState.STOPPED:
+                self._fire("crashed")
+            raise
         finally:
             self._listener.close()
             for line in self._lines.values():
                 line.close()
+
+    async def _run_until_stopped(self, listener: Listener) -> None:
+        async with trio.open_nursery() as root:
+            self._background_nursery = root
+            root.start_soon(self.reactor.run)
+            for spec in self.settings.workers:
+                self.fleet.add(spec)
+            async with trio.open_nursery() as front:
+                self._front = front
+                self._fire("listening")
+                await self._stop_asked.wait()
+                self._fire("stop_asked")
+                await self._drain()
+                listener.close()
+                self.serving.shut_down()
+                # What is left ends by itself once its client has taken its last bytes.
+                is_heard = self.feed.close() or self.serving.has_open_channels()
+                patience = FLUSH_SECONDS if is_heard else 0.0
+                front.cancel_scope.deadline = trio.current_time() + patience
+            with trio.move_on_after(FLUSH_SECONDS):
+                await self._aborts.wait_done()
+            root.cancel_scope.cancel(reason="the router has stopped")
 
     async def _drain(self) -> None:
         facts: list[str] = []
