@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from statemachines import CHARTS, REQUEST, draw, tables
+from statemachines import CHARTS, REQUEST, Chart, draw, tables
 from statemachines.leg import OUTCOMES, VERDICTS
 from statemachines.paint import path_paint
 from statemachines.replay import Life
@@ -26,6 +26,15 @@ _BLOCK = re.compile(
     r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<close><!-- /generated -->)", re.DOTALL
 )
 _RENDER_SECONDS_MAX = 60
+#: What a machine's own page has, by the names of the blocks.
+_PARTS = {
+    "states": "States",
+    "facts": "Facts",
+    "guards": "Guards",
+    "rows": "Rows",
+    "grid": "Every state and fact",
+    "mermaid": "As Mermaid",
+}
 #: The path that documents show as an example: seconds, fact, and the state it led to.
 _EXAMPLE = (
     (0.0, "admitted", "dispatching"),
@@ -112,12 +121,27 @@ def _texts(root: Path, more: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for chart in CHARTS:
         yield root / "diagrams" / f"{chart.name}.mmd", draw.mermaid(chart)
         yield root / "diagrams" / f"{chart.name}.dot", draw.dot(chart)
+        yield root / "diagrams" / f"{chart.name}.md", _page(chart)
     yield root / "diagrams" / "request-path.dot", _example()
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = _read(path)
         if text is not None and _BLOCK.search(text):
             diagrams = Path(os.path.relpath(root / "diagrams", path.parent)).as_posix()
             yield path, _filled(path, text, {**blocks(diagrams), **more})
+
+
+def _page(chart: Chart) -> str:
+    """One machine on a page of its own, with its picture in both forms."""
+    made = blocks(".")
+    parts = [
+        f"# {chart.name}\n\nWritten by `baton diagrams` from `statemachines/{chart.name}.py`.\n",
+        made[f"{chart.name}-diagram"],
+    ]
+    for name, title in _PARTS.items():
+        # A table without rows has two lines.
+        if made[f"{chart.name}-{name}"].count("\n") > 2:
+            parts.append(f"## {title}\n\n{made[f'{chart.name}-{name}']}")
+    return "\n".join(parts)
 
 
 def _filled(path: Path, text: str, made: Mapping[str, str]) -> str:

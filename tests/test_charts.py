@@ -496,6 +496,19 @@ def test_written_files_are_fresh_and_stay_untouched(tmp_path: Path) -> None:
     assert text.endswith("|\n<!-- /generated -->\n\nby hand\n")
 
 
+@every_chart
+def test_every_machine_has_a_page_of_its_own(chart: Chart, tmp_path: Path) -> None:
+    write(tmp_path)
+
+    text = (tmp_path / "diagrams" / f"{chart.name}.md").read_text()
+
+    assert f"](./{chart.name}.svg)" in text
+    assert f"```mermaid\n{mermaid(chart)}```" in text
+    assert row_table(chart) in text
+    assert grid(chart) in text
+    assert ("## Guards" in text) is bool(chart.guards)
+
+
 def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:
     write(tmp_path)
     edited, missing = tmp_path / "diagrams" / "leg.dot", tmp_path / "diagrams" / "leg.mmd"
@@ -522,7 +535,7 @@ def test_without_graphviz_texts_are_written_and_pictures_stay_stale(
 
     written = write(tmp_path)
 
-    assert {path.suffix for path in written} == {".mmd", ".dot"}
+    assert {path.suffix for path in written} == {".mmd", ".dot", ".md"}
     assert {path.suffix for path in stale(tmp_path)} == {".svg"}
 
 
