@@ -21,6 +21,7 @@ from router.config import Settings
 from router.feed import WAITING_MAX, Feed, Filter, Lost, Transition, Watcher
 from router.logs import HasId, Stamp, configure
 from router.metrics import Metrics
+from router.recordings import read_recording
 from router.sim import SimEngine, SimSettings
 from router.sockets import Network
 from router.tcp import TcpNetwork
@@ -29,6 +30,7 @@ from router.websocket import GOING_AWAY, STOPPED, WatchError, WatchRefused, watc
 from router.workerspec import WorkerSpec
 from statemachines import REQUEST as CHART
 from statemachines import Edge
+from statemachines.replay import replay
 from tests.memory import MemoryNetwork
 
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"max_tokens":3}'
@@ -184,6 +186,43 @@ async def test_who_may_not_watch_is_told_so(
 
         world.cancel_scope.cancel()
     assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+async def test_what_a_router_shows_is_what_the_charts_replay(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with trio.open_nursery() as world:
+        network = MemoryNetwork(world)
+        sim = SimEngine(SimSettings(faults=("request=1:cut,at=head",)))
+        network.engines["127.0.0.1", 9000] = sim.serve_connection
+        network.engines["127.0.0.1", 9001] = SimEngine(SimSettings()).serve_connection
+        workers = tuple(WorkerSpec.parse(f"http://127.0.0.1:900{n},id=w{n}") for n in (0, 1))
+        async with serving(network, worker_urls=workers):
+            await trio.sleep(3)
+            async with watching(network, world) as socket:
+                await ask(network)
+                lines: list[str] = []
+                with trio.move_on_after(30):
+                    while True:
+                        lines.append(str(await socket.get_message()))
+            asking = network.open_client()
+            await asking.send_all(
+                b"GET /debug/requests/r1 HTTP/1.1\r\nhost: b\r\nconnection: close\r\n\r\n"
+            )
+            shown = (await read_all(asking)).partition(b"\r\n\r\n")[2]
+        world.cancel_scope.cancel()
+
+    live = replay(read_recording("\n".join(lines).encode()).records)
+    told = read_recording(shown)
+    whole = replay(told.records, is_whole=told.is_whole)
+
+    assert live.refusals == whole.refusals == ()
+    assert {life.chart.name for life in live.lives} >= {"request", "leg", "worker", "breaker"}
+    (request,) = [life for life in live.lives if life.chart.name == "request"]
+    facts = [edge.fact for _, edge in request.path]
+    assert facts == ["admitted", "leg_lost", "admitted", "completed"]
+    assert [edge for _, edge in whole.lives[0].path] == [edge for _, edge in request.path]
+    assert told.state == "finished"
 
 
 #### Who sees what
