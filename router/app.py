@@ -27,6 +27,7 @@ from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
 from router.connection import Connection
+from router.feed import Feed
 from router.front import ClientChannel
 from router.logs import Logs, configure
 from router.metrics import Metrics
@@ -40,7 +41,6 @@ from router.serving import Serving
 from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
 from router.ticket import Ticket
-from router.websocket import Feed
 from router.wires.client import LineTransport
 from router.wires.http import Pool
 from router.wires.line import Line
@@ -198,7 +198,11 @@ class App:
 
     def listen(self) -> tuple[str, int]:
         """Bind the port and return the address; raises OSError. Connections wait for `run`."""
-        listening = self.network.listen(self.settings.host, self.settings.port)
+        try:
+            listening = self.network.listen(self.settings.host, self.settings.port)
+        except OSError:
+            self._fire("crashed")
+            raise
         self._listener = Listener(self.reactor, listening, self._accepted)
         return self._listener.address
 
@@ -212,38 +216,49 @@ class App:
         """Serve, after `listen`, until asked to stop and drained. Cancelling stops at once."""
         assert self._listener is not None
         try:
-            async with trio.open_nursery() as root:
-                self._background_nursery = root
-                root.start_soon(self.reactor.run)
-                if self._wire is not None:
-                    await self._wire.start()
-                for spec in self.settings.workers:
-                    self.fleet.add(spec)
-                # After those that the operator named: theirs is the first word on an id.
-                if self._wire is not None:
-                    self._follow_registry(self._wire)
-                async with trio.open_nursery() as front:
-                    self._front = front
-                    self._fire("listening")
-                    await self._stop_asked.wait()
-                    self._fire("stop_asked")
-                    await self._drain()
-                    self._listener.close()
-                    self.serving.shut_down()
-                    # What is left ends by itself once its client has taken its last bytes.
-                    patience = FLUSH_SECONDS if self.serving.has_open_channels() else 0.0
-                    front.cancel_scope.deadline = trio.current_time() + patience
-                with trio.move_on_after(FLUSH_SECONDS):
-                    await self._aborts.wait_done()
-                if self._wire is not None:
-                    await self._wire.flush()
-                root.cancel_scope.cancel(reason="the router has stopped")
+            if self._stop_asked.is_set():
+                self._fire("stop_asked")
+            else:
+                await self._run_until_stopped(self._listener)
+        except Exception:  # also a group of them, but none with a cancellation in it
+            if self.state is not RouterState.STOPPED:
+                self._fire("crashed")
+            raise
         finally:
             self._listener.close()
             for line in self._lines.values():
                 line.close()
             if self._wire is not None:
                 self._wire.close()
+
+    async def _run_until_stopped(self, listener: Listener) -> None:
+        async with trio.open_nursery() as root:
+            self._background_nursery = root
+            root.start_soon(self.reactor.run)
+            if self._wire is not None:
+                await self._wire.start()
+            for spec in self.settings.workers:
+                self.fleet.add(spec)
+            # After those that the operator named: theirs is the first word on an id.
+            if self._wire is not None:
+                self._follow_registry(self._wire)
+            async with trio.open_nursery() as front:
+                self._front = front
+                self._fire("listening")
+                await self._stop_asked.wait()
+                self._fire("stop_asked")
+                await self._drain()
+                listener.close()
+                self.serving.shut_down()
+                # What is left ends by itself once its client has taken its last bytes.
+                is_heard = self.feed.close() or self.serving.has_open_channels()
+                patience = FLUSH_SECONDS if is_heard else 0.0
+                front.cancel_scope.deadline = trio.current_time() + patience
+            with trio.move_on_after(FLUSH_SECONDS):
+                await self._aborts.wait_done()
+            if self._wire is not None:
+                await self._wire.flush()
+            root.cancel_scope.cancel(reason="the router has stopped")
 
     async def _drain(self) -> None:
         facts: list[str] = []

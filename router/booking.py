@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from attrs import define
 
+from router.feed import Feed
 from router.logs import HasId, Logs
 from router.metrics import Metrics
-from router.websocket import Feed
 from statemachines import Edge
 
 Listener = Callable[[HasId, Edge], None]
@@ -33,7 +33,7 @@ class Booking:
         def listen(subject: HasId, edge: Edge) -> None:
             taken[id(edge)] += 1
             if watchers:
-                self.feed.publish(machine, subject.id, edge)
+                self.feed.publish(machine, subject, edge)
             if write is not None:
                 write(subject, edge)
 

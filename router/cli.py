@@ -310,10 +310,23 @@ def _add_diagrams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root", default=".", metavar="DIR", help="where diagrams/ and docs/ are (default .)"
     )
+    parser.add_argument(
+        "--live",
+        metavar="URL",
+        help="instead, paint the counts of this router's /metrics on the diagrams",
+    )
+    parser.add_argument(
+        "--output",
+        default="diagrams-live",
+        metavar="DIR",
+        help="where the live pictures go (default diagrams-live)",
+    )
     parser.set_defaults(command=_diagrams)
 
 
 def _diagrams(arguments: argparse.Namespace) -> int:
+    if arguments.live is not None:
+        return _live_diagrams(arguments)
     from router.reference import blocks
     from statemachines.generated import stale, write
 
@@ -328,15 +341,90 @@ def _diagrams(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _live_diagrams(arguments: argparse.Namespace) -> int:
+    from router.live import CannotPaint, draw_live
+    from router.remote import RemoteError
+
+    folder = Path(arguments.output)
+    if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
+        return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
+    try:
+        print(draw_live(arguments.live, folder))
+    except (CannotPaint, RemoteError, OSError) as problem:
+        print(f"baton diagrams: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    def check(_: argparse.Namespace) -> int:
-        from statemachines.check import run_checks
+    parser.add_argument(
+        "--explain",
+        metavar="PROPERTY",
+        help="instead, show the shortest path on which this promise (or the only one with these "
+        "words) is put to the test",
+    )
+    parser.set_defaults(command=_check)
 
-        report = run_checks()
-        print(report)
-        return 0 if report.is_good else 1
 
-    parser.set_defaults(command=check)
+def _check(arguments: argparse.Namespace) -> int:
+    from statemachines.check import run_checks
+
+    if arguments.explain is not None:
+        return _explain(arguments.explain)
+    is_terminal = sys.stderr.isatty()
+    report = run_checks(_show_progress if is_terminal else None)
+    if is_terminal:
+        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+    print(report)
+    return 0 if report.is_good else 1
+
+
+def _show_progress(model: str, seen: int, waiting: int) -> None:
+    line = f"{model}: {seen:,} states, {waiting:,} waiting"
+    print(f"\r{line:70}", end="", file=sys.stderr, flush=True)
+
+
+def _explain(words: str) -> int:
+    from statemachines.check import models
+    from statemachines.explain import Ambiguous, explain_all
+
+    try:
+        print(explain_all(models(), words))
+    except Ambiguous as problem:
+        code = complain("check", f"not one promise is called {words!r}; there are")
+        for model, promises in problem.promises.items():
+            print("\n".join([f"{model}:", *(f"  {each}" for each in promises)]), file=sys.stderr)
+        return code
+    return 0
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    from router.replaying import add_replay_arguments
+
+    add_replay_arguments(parser)
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    from router.watching import add_watch_arguments
+
+    add_watch_arguments(parser)
+
+
+def _add_conform(parser: argparse.ArgumentParser) -> None:
+    from router.conform.command import add_arguments
+
+    add_arguments(parser)
+    parser.set_defaults(command=_conform)
+
+
+def _conform(arguments: argparse.Namespace) -> int:
+    from router.conform.command import BadCall, run
+    from router.conform.routers import BadRouter
+
+    try:
+        return run(arguments)
+    except (BadCall, BadRouter) as problem:
+        return complain("conform", problem)
 
 
 COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
@@ -346,5 +434,8 @@ COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...]
     ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
     ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),
     ("check", _add_check, "model-check the state machines"),
+    ("watch", _add_watch, "show the transitions of a running router as they happen"),
+    ("replay", _add_replay, "run a recorded log of transitions through the charts"),
+    ("conform", _add_conform, "try what users complain about on this router or any other"),
     ("workers", add_workers_commands, "see and change the workers of a running router"),
 )

@@ -16,11 +16,13 @@ from attrs import define
 
 from router.bugs import Bugs
 from router.calls import Call
+from router.errors import Refusal
 from router.exchange import Exchange
+from router.feed import BadFilter, Feed, Filter
 from router.front import ClientChannel
 from router.headers import request_id_of
 from router.routes import Route, route_of
-from router.websocket import WATCH_PATH, Feed
+from router.websocket import WATCH_PATH, serve_watcher
 
 AnswerLocally = Callable[[ClientChannel, Call], None]
 
@@ -117,12 +119,18 @@ class Connection:
     async def _show(self, call: Call) -> None:
         """Let a watcher see what goes on, once it has taken all of the answers before."""
         channel = self.channel
+        try:
+            wanted = Filter.of_query(call.target.partition(b"?")[2].decode("latin-1"))
+        except BadFilter as bad:
+            channel.refuse(Refusal("bad_request", str(bad)), request_id_of(call.headers))
+            channel.finish_call()
+            return
         while channel.backlog_bytes and channel.is_open:
             await channel.waker.wait()
         if channel.is_open:
             stream, unread = channel.take_over()
             try:
-                await self.calls.feed.serve(stream, call, unread)
+                await serve_watcher(self.calls.feed, wanted, stream, call, unread)
             except* Exception as bugs:  # beside a cancellation, too, which goes on
                 self.calls.bugs.met(bugs)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from attrs import frozen
+
+from router.columns import columns
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
@@ -47,7 +49,7 @@ class Api:
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
             raise RemoteError(f"{self.url}: {problem}") from problem
         if not answer.is_success:
-            raise RemoteError(_reason(answer.status_code, answer.content))
+            raise RemoteError(reason_of(answer.status_code, answer.content))
         return answer.content
 
 
@@ -60,11 +62,12 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-def _reason(status: int, body: bytes) -> str:
+def reason_of(status: int, body: bytes) -> str:
+    """One line about an answer that is an error, in the router's own words where it has some."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
     except (msgspec.DecodeError, msgspec.ValidationError):
-        return f"the answer is {status}, not from a router's worker API"
+        return f"the answer is {status}, not from a router's API"
     return f"{error.message} ({error.code or status})"
 
 
@@ -150,7 +153,7 @@ def _list(arguments: argparse.Namespace, api: Api) -> str:
         rows = msgspec.json.decode(answer, type=_Workers).workers
     except (msgspec.DecodeError, msgspec.ValidationError) as problem:
         raise RemoteError(f"{api.url}: not a list of workers: {problem}") from problem
-    return _table([COLUMNS, *(tuple(_cell(getattr(row, c)) for c in COLUMNS) for row in rows)])
+    return columns([COLUMNS, *(tuple(_cell(getattr(row, c)) for c in COLUMNS) for row in rows)])
 
 
 def _add(arguments: argparse.Namespace, api: Api) -> str:
@@ -188,11 +191,3 @@ def _cell(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value) or "-"
     return str(value) or "-"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -26,6 +26,7 @@ from router.clocks import Clocks, Deadlines
 from router.config import Settings
 from router.errors import Refusal
 from router.exchange import Exchange
+from router.feed import Feed
 from router.front import ClientChannel
 from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
@@ -42,7 +43,6 @@ from router.reactor import Reactor
 from router.routes import ENDPOINTS, OTHER, Route, read_call
 from router.ticket import Failure, Listener, Ticket
 from router.waking import Waker
-from router.websocket import Feed
 from router.wires.line import Line
 from router.worker import Fleet, Worker
 from statemachines.request import RequestState

@@ -1,100 +1,71 @@
-"""/debug/transitions: every transition as it happens, over a WebSocket.
+"""/debug/transitions: every transition as it happens, over a WebSocket. Both of its ends.
 
 The connection leaves the reactor with the bytes that were read already and becomes a Trio stream,
-since it is neither hot nor HTTP any more. A watcher that reads too slowly loses transitions, never
-time of the router: what was lost is counted and told to it. trio-websocket is used here and
-nowhere else.
+since it is neither hot nor HTTP any more. What is shown to whom is the feed's business.
+trio-websocket is used here and nowhere else.
 """
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
+from urllib.parse import urlencode, urlsplit
+
 import msgspec
 import trio
 import trio_websocket
-from attrs import define, field
 
 from router.calls import Call
-from statemachines import Edge
+from router.feed import Feed, Filter, Watcher
 
 WATCH_PATH = "/debug/transitions"
-#: Transitions that may wait for a watcher.
-WAITING_MAX = 10_000
 #: How long a watcher may take for its handshake, and for the last words.
 HANDSHAKE_SECONDS = 10.0
 MESSAGE_BYTES_MAX = 4096
+#: The close code of an end that is going away (RFC 6455, 7.4.1), and what we say with it.
+GOING_AWAY = 1001
+STOPPED = "the router has stopped"
+
+#### The router's end
 
 
-class Transition(msgspec.Struct):
-    """One message. `seconds` is Trio's clock: differences have a meaning, the value has none."""
-
-    seconds: float
-    machine: str
-    id: str
-    source: str
-    fact: str
-    target: str
-    #: Transitions that this watcher has not been sent before this one.
-    lost: int = 0
-
-
-@define(eq=False)
-class Watcher:
-    """One WebSocket that wants to see transitions."""
-
-    send: trio.MemorySendChannel[Transition]
-    lost: int = 0
-
-
-@define(eq=False)
-class Feed:
-    """Where the machines' listeners and the watchers meet."""
-
-    watchers: list[Watcher] = field(factory=list)
-
-    def publish(self, machine: str, subject_id: str, edge: Edge) -> None:
-        """Show a transition to all watchers; whoever is behind misses it."""
-        now = trio.current_time()
-        words = edge.source.value, edge.fact, edge.target.value
-        for watcher in self.watchers:
-            try:
-                watcher.send.send_nowait(
-                    Transition(now, machine, subject_id, *words, lost=watcher.lost)
+async def serve_watcher(
+    feed: Feed, wanted: Filter, stream: trio.abc.HalfCloseableStream, call: Call, unread: bytes
+) -> None:
+    """Serve one watcher until it leaves or the router stops; closes the stream in any case."""
+    handed_on = _Unread(stream, _request_of(call), unread)
+    try:
+        async with trio.open_nursery() as nursery:
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                request = await trio_websocket.wrap_server_stream(
+                    nursery, handed_on, max_message_size=MESSAGE_BYTES_MAX
                 )
-                watcher.lost = 0
-            except trio.WouldBlock:
-                watcher.lost += 1
+                socket = await request.accept()
+            nursery.start_soon(_wait_gone, socket, nursery.cancel_scope)
+            await _send_all(feed, Watcher(wanted), socket)
+            await socket.aclose(GOING_AWAY, STOPPED)
+            nursery.cancel_scope.cancel(reason=STOPPED)
+    except* (
+        trio_websocket.HandshakeError,
+        trio_websocket.ConnectionClosed,
+        trio.BrokenResourceError,
+        trio.TooSlowError,
+    ):
+        pass  # a watcher that went, or never was one
+    finally:
+        await trio.aclose_forcefully(stream)
 
-    async def serve(self, stream: trio.abc.HalfCloseableStream, call: Call, unread: bytes) -> None:
-        """Serve one watcher until it leaves; closes the stream, also when cancelled."""
-        handed_on = _Unread(stream, _request_of(call), unread)
-        try:
-            async with trio.open_nursery() as nursery:
-                with trio.fail_after(HANDSHAKE_SECONDS):
-                    request = await trio_websocket.wrap_server_stream(
-                        nursery, handed_on, max_message_size=MESSAGE_BYTES_MAX
-                    )
-                    socket = await request.accept()
-                nursery.start_soon(_wait_gone, socket, nursery.cancel_scope)
-                await self._send_all(socket)
-        except* (
-            trio_websocket.HandshakeError,
-            trio_websocket.ConnectionClosed,
-            trio.BrokenResourceError,
-            trio.TooSlowError,
-        ):
-            pass  # a watcher that went, or never was one
-        finally:
-            await trio.aclose_forcefully(stream)
 
-    async def _send_all(self, socket: trio_websocket.WebSocketConnection) -> None:
-        send, receive = trio.open_memory_channel[Transition](WAITING_MAX)
-        watcher = Watcher(send)
-        self.watchers.append(watcher)
-        try:
-            async for transition in receive:
-                await socket.send_message(msgspec.json.encode(transition).decode())
-        finally:
-            self.watchers.remove(watcher)
+async def _send_all(
+    feed: Feed, watcher: Watcher, socket: trio_websocket.WebSocketConnection
+) -> None:
+    feed.watchers.append(watcher)
+    try:
+        while (message := await watcher.take()) is not None:
+            await socket.send_message(msgspec.json.encode(message).decode())
+    finally:
+        if watcher in feed.watchers:
+            feed.watchers.remove(watcher)
 
 
 async def _wait_gone(socket: trio_websocket.WebSocketConnection, scope: trio.CancelScope) -> None:
@@ -145,3 +116,100 @@ class _Unread(trio.abc.Stream):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+#### The watcher's end
+
+
+Connected = trio.SocketStream | trio.SSLStream[trio.SocketStream]
+
+
+class WatchError(Exception):
+    """The router cannot be watched, or no longer; the message is one line."""
+
+
+class WatchRefused(Exception):
+    """The router answered with an error instead."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"refused with {status}")
+        self.status = status
+        self.body = body
+
+
+async def watch(
+    url: str,
+    *,
+    query: dict[str, list[str]],
+    admin_key: str | None,
+    opened: Callable[[], None],
+    show: Callable[[str], None],
+) -> None:
+    """Show every message of a router until it stops. Raises WatchError and WatchRefused.
+
+    What `opened` and `show` raise comes out as it is.
+    """
+    stream, host, resource = await _connect(url, query)
+    headers = [(b"authorization", b"Bearer " + admin_key.encode())] if admin_key else []
+    problem: Exception | None = None
+    try:
+        async with stream, trio.open_nursery() as nursery:
+            socket = await trio_websocket.wrap_client_stream(
+                nursery, stream, host, resource, extra_headers=headers
+            )
+            try:
+                opened()
+                while True:
+                    message = await socket.get_message()
+                    show(message if isinstance(message, str) else message.decode())
+            except trio_websocket.ConnectionClosed:
+                raise
+            except Exception as error:  # the caller's; a group would hide it
+                problem = error
+                nursery.cancel_scope.cancel(reason="the caller has had enough")
+    except* (trio_websocket.HandshakeError, trio_websocket.ConnectionClosed) as ended:
+        problem = _problem_of(url, _first(ended))
+    if problem is not None:
+        raise problem
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _problem_of(url: str, error: BaseException) -> Exception | None:
+    """What the end of a connection means for its watcher; None for a good end."""
+    if isinstance(error, trio_websocket.ConnectionRejected):  # a kind of HandshakeError
+        return WatchRefused(error.status_code, error.body or b"")
+    if isinstance(error, trio_websocket.HandshakeError):
+        return WatchError(f"{url}: no WebSocket ({type(error).__name__})")
+    reason = error.reason if isinstance(error, trio_websocket.ConnectionClosed) else None
+    if reason is not None and reason.code == GOING_AWAY:
+        return None
+    return WatchError(f"{url}: the connection to the router was lost")
+
+
+async def _connect(url: str, query: dict[str, list[str]]) -> tuple[Connected, str, str]:
+    """The connection, its Host header, and what to ask for there."""
+    parts = urlsplit(url.rstrip("/"))
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if parts.scheme not in ("http", "https") or not host:
+        raise WatchError(f"{url}: not the URL of a router (http://HOST:PORT)")
+    is_tls = parts.scheme == "https"
+    try:
+        sock = await trio.open_tcp_stream(host, port or (443 if is_tls else 80))
+    except OSError as problem:
+        raise WatchError(f"{url}: {problem.__cause__ or problem}") from None
+    stream = _encrypted(sock, host) if is_tls else sock
+    wanted = urlencode(query, doseq=True)
+    return stream, parts.netloc, f"{parts.path}{WATCH_PATH}" + (wanted and f"?{wanted}")
+
+
+def _encrypted(sock: trio.SocketStream, host: str) -> trio.SSLStream[trio.SocketStream]:
+    context = ssl.create_default_context()
+    return trio.SSLStream(sock, context, server_hostname=host, https_compatible=True)

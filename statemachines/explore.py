@@ -14,12 +14,17 @@ from typing import Generic, TypeVar
 
 from attrs import field, frozen
 
-__all__ = ["Broken", "Found", "Model", "explore"]
+__all__ = ["Broken", "Found", "Model", "explore", "path_lines"]
 
 W = TypeVar("W", bound=Hashable)
 
 #: A model that grows past this has lost a bound.
 WORLDS_MAX = 200_000
+#: So many worlds are looked at between two reports of progress.
+PROGRESS_EVERY = 1_000
+
+#: Told how many worlds have been looked at, and how many of the known ones have not.
+Progress = Callable[[int, int], None]
 
 
 @frozen(eq=False)
@@ -61,7 +66,7 @@ class Broken:
 
     def __str__(self) -> str:
         head = f"broken: {self.promise}" + (f" ({self.note})" if self.note else "")
-        return "\n".join([head, *_aligned(self.path)])
+        return "\n".join([head, *path_lines(self.path)])
 
 
 @frozen
@@ -75,9 +80,11 @@ class Found:
     broken: tuple[Broken, ...]
 
 
-def explore(model: Model[W], *, until_broken: bool = False) -> Found:
+def explore(
+    model: Model[W], *, until_broken: bool = False, progress: Progress | None = None
+) -> Found:
     """Visit every world of the model and judge it; stop at the first breach if asked to."""
-    walk = _Walk(model)
+    walk = _Walk(model, progress)
     broken = {each.promise: each for each in walk.breaches(until_broken)}
     if not (until_broken and broken):
         broken |= {each.promise: each for each in walk.verdicts_at_the_end()}
@@ -91,8 +98,9 @@ def explore(model: Model[W], *, until_broken: bool = False) -> Found:
 
 
 class _Walk(Generic[W]):
-    def __init__(self, model: Model[W]) -> None:
+    def __init__(self, model: Model[W], progress: Progress | None) -> None:
         self.model = model
+        self.progress = progress
         self.parents: dict[W, tuple[W, str] | None] = dict.fromkeys(model.starts)
         self.onward: dict[W, list[W]] = {}
         self.unseen = set(model.sometimes)
@@ -103,6 +111,8 @@ class _Walk(Generic[W]):
         todo = deque(self.parents)
         while todo:
             world = todo.popleft()
+            if self.progress is not None and len(self.onward) % PROGRESS_EVERY == 0:
+                self.progress(len(self.onward), len(todo) + 1)
             for broken in self._judge(world, todo):
                 if broken.promise not in seen:
                     seen.add(broken.promise)
@@ -184,7 +194,8 @@ def _sometimes(name: str) -> str:
     return f"sometimes {name}"
 
 
-def _aligned(path: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+def path_lines(path: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """A path as a table: what happened, and the columns after it; the first entry is the start."""
     rows: list[list[str]] = []
     for number, (word, columns) in enumerate(path):
         if not rows:

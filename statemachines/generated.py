@@ -15,15 +15,37 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from statemachines import CHARTS, draw, tables
+from statemachines import CHARTS, REQUEST, Chart, draw, tables
 from statemachines.leg import OUTCOMES, VERDICTS
+from statemachines.paint import path_paint
+from statemachines.replay import Life
 
-__all__ = ["UnknownBlock", "blocks", "stale", "write"]
+__all__ = ["UnknownBlock", "blocks", "stale", "svg", "write"]
 
 _BLOCK = re.compile(
     r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<close><!-- /generated -->)", re.DOTALL
 )
 _RENDER_SECONDS_MAX = 60
+#: What a machine's own page has, by the names of the blocks.
+_PARTS = {
+    "states": "States",
+    "facts": "Facts",
+    "guards": "Guards",
+    "rows": "Rows",
+    "grid": "Every state and fact",
+    "mermaid": "As Mermaid",
+}
+#: The path that documents show as an example: seconds, fact, and the state it led to.
+_EXAMPLE = (
+    (0.0, "admitted", "dispatching"),
+    (0.004, "leg_lost", "queued"),
+    (0.004, "admitted", "dispatching"),
+    (0.310, "first_token", "streaming"),
+    (4.882, "leg_lost", "migrating"),
+    (4.883, "admitted", "resuming"),
+    (5.207, "first_token", "streaming"),
+    (9.641, "completed", "finished"),
+)
 
 
 class UnknownBlock(Exception):
@@ -42,10 +64,9 @@ def write(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             changed.append(path)
-    program = shutil.which("dot")
     for path, source in _pictures(root):
-        if program is not None and not _is_made_from(path, source):
-            path.write_text(_svg(program, source), encoding="utf-8")
+        if not _is_made_from(path, source) and (picture := svg(source)) is not None:
+            path.write_text(picture, encoding="utf-8")
             changed.append(path)
     return changed
 
@@ -80,15 +101,47 @@ def blocks(diagrams: str = "diagrams") -> dict[str, str]:
     return found
 
 
+def svg(source: str) -> str | None:
+    """The picture of a DOT text, marked with its hash; None without Graphviz's `dot`."""
+    program = shutil.which("dot")
+    if program is None:
+        return None
+    rendered = subprocess.run(
+        [program, "-Tsvg"],
+        input=source,
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        timeout=_RENDER_SECONDS_MAX,
+    ).stdout
+    return f"{rendered.rstrip()}\n{_mark(source)}\n"
+
+
 def _texts(root: Path, more: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for chart in CHARTS:
         yield root / "diagrams" / f"{chart.name}.mmd", draw.mermaid(chart)
         yield root / "diagrams" / f"{chart.name}.dot", draw.dot(chart)
+        yield root / "diagrams" / f"{chart.name}.md", _page(chart)
+    yield root / "diagrams" / "request-path.dot", _example()
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = _read(path)
         if text is not None and _BLOCK.search(text):
             diagrams = Path(os.path.relpath(root / "diagrams", path.parent)).as_posix()
             yield path, _filled(path, text, {**blocks(diagrams), **more})
+
+
+def _page(chart: Chart) -> str:
+    """One machine on a page of its own, with its picture in both forms."""
+    made = blocks(".")
+    parts = [
+        f"# {chart.name}\n\nWritten by `baton diagrams` from `statemachines/{chart.name}.py`.\n",
+        made[f"{chart.name}-diagram"],
+    ]
+    for name, title in _PARTS.items():
+        # A table without rows has two lines.
+        if made[f"{chart.name}-{name}"].count("\n") > 2:
+            parts.append(f"## {title}\n\n{made[f'{chart.name}-{name}']}")
+    return "\n".join(parts)
 
 
 def _filled(path: Path, text: str, made: Mapping[str, str]) -> str:
@@ -103,18 +156,16 @@ def _filled(path: Path, text: str, made: Mapping[str, str]) -> str:
 def _pictures(root: Path) -> Iterator[tuple[Path, str]]:
     for chart in CHARTS:
         yield root / "diagrams" / f"{chart.name}.svg", draw.dot(chart)
+    yield root / "diagrams" / "request-path.svg", _example()
 
 
-def _svg(program: str, source: str) -> str:
-    rendered = subprocess.run(
-        [program, "-Tsvg"],
-        input=source,
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        timeout=_RENDER_SECONDS_MAX,
-    ).stdout
-    return f"{rendered.rstrip()}\n{_mark(source)}\n"
+def _example() -> str:
+    """A request that was retried once and moved once, painted on its diagram."""
+    life = Life(REQUEST, "7f3a", REQUEST.initial)
+    for seconds, fact, target in _EXAMPLE:
+        row = next(e for e in REQUEST.legal(life.state, fact) if e.target.value == target)
+        life.path.append((seconds, life.fire(fact, row)))
+    return draw.dot(REQUEST, path_paint(life.name, life.path, stays=life.total_stays()))
 
 
 def _is_made_from(path: Path, source: str) -> bool:

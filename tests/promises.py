@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from attrs import define
+import trio
+from attrs import define, field
 
 from router.app import App
 from router.errors import STATUS_OF
+from router.feed import Watcher
+from router.logs import HasId, Stamp
 from router.ticket import Ticket
-from router.websocket import Transition, Watcher
-from statemachines import REQUEST
+from statemachines import REQUEST, Edge
 from statemachines.request import RequestState
 from tests.outcome import Got, Outcome
 
@@ -56,20 +58,20 @@ def watch_passes(app: App) -> None:
 
 
 @define(eq=False)
-class _Clock:
-    """In a watcher's place: every fact is told at the moment the reactor believes it to be."""
+class _Clock(Watcher):
+    """A watcher that looks at its watch: each fact is told when the reactor believes it to be."""
 
-    app: App
+    app: App = field(kw_only=True)
 
-    def send_nowait(self, transition: Transition) -> None:
-        if transition.machine in ("request", "leg"):
-            now = self.app.reactor.now
-            assert now == transition.seconds, f"{transition} with the time of a pass at {now}"
+    def tell(self, machine: str, subject: HasId, edge: Edge, time: Stamp) -> None:
+        if machine in ("request", "leg"):
+            now, at = self.app.reactor.now, trio.current_time()
+            assert now == at, f"{subject.id}: {edge.fact} at {at}, with the time of {now}"
 
 
 def watch_time(app: App) -> None:
     """No fact is told with the time of an earlier pass: deadlines and durations are made of it."""
-    app.feed.watchers.append(Watcher(_Clock(app)))  # type: ignore[arg-type]  # all that is called
+    app.feed.watchers.append(_Clock(app=app))
 
 
 def everything_is_given_back(app: App) -> None:

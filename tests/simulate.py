@@ -57,6 +57,12 @@ def simulate(plan: Plan) -> Outcome:
     return outcome
 
 
+def simulate_unjudged(plan: Plan) -> dict[str, float]:
+    """Run a plan to its end, hold it to no promise, and return what its router has counted."""
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    return trio.run(_count, plan, clock=clock, strict_exception_groups=True)
+
+
 def worker_id(number: int) -> str:
     """The id of the engine at that place of the plan."""
     return f"w{number}"
@@ -110,6 +116,15 @@ async def _run(plan: Plan) -> Outcome:
             outcome = await _run_to_its_end(run)
             world.cancel_scope.cancel(reason="the run is over")
     return outcome
+
+
+async def _count(plan: Plan) -> dict[str, float]:
+    with trio.fail_after(GIVE_UP_SECONDS):
+        async with trio.open_nursery() as world:
+            run = await _prepare(world, plan)
+            await _run_to_its_end(run)
+            world.cancel_scope.cancel(reason="the run is over")
+    return read_metrics(run.app)
 
 
 async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
@@ -280,13 +295,14 @@ def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitabl
 
 
 async def _happen(run: Run, moment: float, what: str) -> None:
-    """One of: drain N [SECONDS], remove N, add N, faults N TEXT, heal N, silent N, stop,
-    replace N M; of NATS: die N, leave N, down, forget, up, cut, mend, stall, go_on, lose N AFTER.
+    """One of: drain N [SECONDS], undrain N, remove N, add N, faults N TEXT, heal N, silent N, stop,
+    replace N M, crash; of NATS: die N, leave N, down, forget, up, cut, mend, stall, go_on,
+    lose N AFTER.
 
     A drain with seconds has a window, after which streams that can move are moved. `replace`: the
     engine M answers at the address of N, too. `die`, `leave`: the agent of N is killed, or its
     drain window ends. `cut`, `mend`: the router's connection to the broker. `lose`: one
-    message to the router, after so many others.
+    message to the router, after so many others. `crash`: a bug is met in every request.
     """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
@@ -297,6 +313,8 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         "drain": lambda: _drain(app, worker_id(place), text),
         "remove": lambda: app.fleet.remove(worker_id(place)),
         "add": lambda: app.fleet.add(_spec(place, run.plan.engines[place])),
+        "undrain": lambda: app.fleet.cancel_drain(worker_id(place)),
+        "crash": lambda: _crash(app),
         "stop": app.ask_to_stop,
         "faults": lambda: engine.add_faults(text),
         "replace": lambda: run.network.engines.update(
@@ -316,6 +334,15 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         "lose": lambda: run.server.lose(run.inbox, after=place, told=text == "told"),
     }
     happen[word]()
+
+
+def _crash(app: App) -> None:
+    app.reactor.turn()  # what has arrived by now comes first, as before every fact from outside
+    for exchange in list(app.serving.live.values()):
+        if exchange.leg is not None and exchange.leg.is_open:
+            exchange.leg.on_crash(RuntimeError("on purpose"))
+        else:
+            app.serving.bugs.met_in(exchange, RuntimeError("on purpose"))
 
 
 def _drain(app: App, worker: str, seconds: str) -> None:

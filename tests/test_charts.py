@@ -496,6 +496,19 @@ def test_written_files_are_fresh_and_stay_untouched(tmp_path: Path) -> None:
     assert text.endswith("|\n<!-- /generated -->\n\nby hand\n")
 
 
+@every_chart
+def test_every_machine_has_a_page_of_its_own(chart: Chart, tmp_path: Path) -> None:
+    write(tmp_path)
+
+    text = (tmp_path / "diagrams" / f"{chart.name}.md").read_text()
+
+    assert f"](./{chart.name}.svg)" in text
+    assert f"```mermaid\n{mermaid(chart)}```" in text
+    assert row_table(chart) in text
+    assert grid(chart) in text
+    assert ("## Guards" in text) is bool(chart.guards)
+
+
 def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:
     write(tmp_path)
     edited, missing = tmp_path / "diagrams" / "leg.dot", tmp_path / "diagrams" / "leg.mmd"
@@ -507,9 +520,8 @@ def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:
 
 def test_a_picture_is_stale_when_its_dot_text_is_another(tmp_path: Path) -> None:
     (tmp_path / "diagrams").mkdir()
-    for chart in CHARTS:
-        copied = (ROOT / "diagrams" / f"{chart.name}.svg").read_text()
-        (tmp_path / "diagrams" / f"{chart.name}.svg").write_text(copied)
+    for picture in (ROOT / "diagrams").glob("*.svg"):
+        (tmp_path / "diagrams" / picture.name).write_text(picture.read_text())
     changed = tmp_path / "diagrams" / "router.svg"
     changed.write_text((tmp_path / "diagrams" / "leg.svg").read_text())
 
@@ -523,7 +535,7 @@ def test_without_graphviz_texts_are_written_and_pictures_stay_stale(
 
     written = write(tmp_path)
 
-    assert {path.suffix for path in written} == {".mmd", ".dot"}
+    assert {path.suffix for path in written} == {".mmd", ".dot", ".md"}
     assert {path.suffix for path in stale(tmp_path)} == {".svg"}
 
 

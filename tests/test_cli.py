@@ -4,20 +4,19 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from attrs import define, field, fields
+from attrs import fields
 
 from router import cli
 from router.config import NOT_YET, OPTIONS
 from router.options import Option
 from router.sim.fault_kinds import KINDS
 from router.sim.settings import SimSettings
+from tests.routers import Router, standing_in
 
 COMMANDS = {name for name, _, _ in cli.COMMANDS}
 
@@ -51,7 +50,10 @@ def test_help_names_every_command_there_is_and_no_other(
 ) -> None:
     text = help_of(capsys)
 
-    assert {"serve", "agent", "sim", "demo", "diagrams", "check", "workers"} == COMMANDS
+    assert {
+        *("serve", "agent", "sim", "demo", "diagrams", "check", "watch", "replay", "conform"),
+        "workers",
+    } == COMMANDS
     assert all(f"    {name} " in text for name in COMMANDS)
 
 
@@ -221,43 +223,10 @@ def test_help_starts_without_what_only_a_router_needs() -> None:
 # --- baton workers ---------------------------------------------------------------------------
 
 
-@define(eq=False)
-class Router:
-    """A stand-in for a router's worker API: records what it is asked, answers as it is told."""
-
-    url: str = ""
-    asked: list[tuple[str, str, str | None, object]] = field(factory=list)
-    status: int = 200
-    answer: bytes = b"{}"
-
-
 @pytest.fixture
 def router() -> Iterator[Router]:
-    stand_in = Router()
-
-    class Handler(BaseHTTPRequestHandler):
-        def reply(self) -> None:
-            size = int(self.headers.get("content-length", 0))
-            body = json.loads(self.rfile.read(size)) if size else None
-            key = self.headers.get("authorization")
-            stand_in.asked.append((self.command, self.path, key, body))
-            self.send_response(stand_in.status)
-            self.send_header("content-length", str(len(stand_in.answer)))
-            self.end_headers()
-            self.wfile.write(stand_in.answer)
-
-        do_GET = do_POST = do_DELETE = reply
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    stand_in.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005})
-    thread.start()
-    yield stand_in
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with standing_in() as stand_in:
+        yield stand_in
 
 
 def test_workers_are_listed_as_a_table(
@@ -338,7 +307,7 @@ def test_a_worker_is_drained_and_removed(
     [
         (404, b'{"error":{"message":"No worker.","code":"not_found"}}', "No worker. (not_found)"),
         (401, b'{"error":{"message":"A key is required."}}', "A key is required. (401)"),
-        (502, b"<html>", "the answer is 502, not from a router's worker API"),
+        (502, b"<html>", "the answer is 502, not from a router's API"),
         (200, b"<html>", "not a list of workers"),
         (200, b'{"workers":1}', "not a list of workers"),
     ],

@@ -52,7 +52,7 @@ HOMES = {
     "prometheus_client": ("router.metrics",),
     "httptools": ("router.calls", "router.wires"),
     "select": ("router.sockets", "router.tcp"),
-    "h11": ("router.sim",),
+    "h11": ("router.sim", "router.conform"),
     "anyio": ("router.wires.nats.thread",),
     "nats": ("router.wires.nats.thread", "router.wires.nats.natspy"),
     "asyncio": ("router.wires.nats.thread", "router.wires.nats.natspy"),

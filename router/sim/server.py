@@ -53,6 +53,16 @@ async def serve(engine: SimEngine) -> int:
     return ended.code
 
 
+async def host(
+    engine: SimEngine, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve one engine inside another program until it is gone for good; started with its URL."""
+    engine.start()
+    work, handovers = await _doors(engine)
+    task_status.started(f"http://{engine.settings.host}:{work.port}")
+    await _listen(engine, work, handovers)
+
+
 @attrs.define(eq=False)
 class _Door:
     """A port, and what is served there."""

@@ -1,0 +1,11 @@
+"""Rows of words as columns, for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """The rows one below the other, each column as wide as its widest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,236 @@
+"""`baton replay`: a recorded log through the charts, as tables and as a picture.
+
+Exit code 0: the charts allow what was recorded. 1: they refuse it, and the first illegal fact is
+shown. 2: there is nothing to replay, or the picture cannot be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from router.columns import columns
+from router.recordings import Recording, read_recording
+from statemachines.chart import Chart
+from statemachines.draw import dot, mermaid
+from statemachines.generated import svg
+from statemachines.paint import Paint, counts_paint, path_paint
+from statemachines.replay import Life, Record, Refusal, Replay, replay
+
+#: More lives than these are counted instead of shown, unless --all is given.
+SHOWN_MAX = 20
+_HEAD = ("seconds", "stayed", "in", "fact", "if", "leads to", "because")
+
+
+class Mistake(Exception):
+    """Nothing can be replayed or drawn; the message is one line."""
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """FILE and what to show of it."""
+    parser.epilog = (
+        "FILE is the answer of /debug/requests/ID, or lines of /debug/transitions (baton watch "
+        "--json) or of a log with --log-format json --log-level debug. Where a guard decided, the "
+        "recorded state tells how."
+    )
+    parser.add_argument("file", metavar="FILE", help="what was recorded; - reads standard input")
+    parser.add_argument("--machine", help="only subjects of this machine")
+    parser.add_argument("--id", help="only the subject with this id")
+    parser.add_argument(
+        "--all", action="store_true", help=f"show every subject, also of more than {SHOWN_MAX}"
+    )
+    parser.add_argument(
+        "--draw",
+        metavar="FILE",
+        help="draw the path on the machine's diagram (of several subjects: how often each row "
+        "was taken); .svg, .dot or .mmd",
+    )
+    parser.set_defaults(command=run_replay)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay, print, draw; returns the exit code."""
+    try:
+        recording = _select(read_recording(_read(arguments.file)), arguments)
+        found = replay(recording.records, is_whole=recording.is_whole)
+        if not found.lives and not found.refusals and recording.state is None:
+            raise Mistake(f"{arguments.file}: no transitions in it")
+        if arguments.draw:
+            _draw(arguments.draw, found, arguments.file)
+    except (Mistake, OSError) as problem:
+        print(f"baton replay: {problem}", file=sys.stderr)
+        return 2
+    print("\n".join(_report(found, recording, shows_all=arguments.all)))
+    return 1 if found.refusals or _differs(found, recording) else 0
+
+
+def _read(name: str) -> bytes:
+    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+
+
+def _select(recording: Recording, arguments: argparse.Namespace) -> Recording:
+    def is_asked(record: object) -> bool:
+        if not isinstance(record, Record):
+            return True
+        return arguments.machine in (None, record.machine) and arguments.id in (None, record.id)
+
+    records = tuple(record for record in recording.records if is_asked(record))
+    return Recording(records, recording.is_whole, recording.others, recording.state)
+
+
+def _differs(found: Replay, recording: Recording) -> bool:
+    """The router shows another state than the facts lead to."""
+    states = {str(life.state.value) for life in found.lives}
+    return recording.state is not None and bool(states) and recording.state not in states
+
+
+#### In words
+
+
+def _report(found: Replay, recording: Recording, *, shows_all: bool) -> Iterator[str]:
+    refused = [life for life in found.lives if life.refusal is not None]
+    if shows_all or len(found.lives) <= SHOWN_MAX:
+        shown = found.lives
+    else:
+        shown = tuple(refused[:1])
+        yield from _counted(found)
+    for life in shown:
+        yield from _table_of(life, recording)
+    if found.refusals:
+        yield from _refused(found.refusals[0])
+    elif _differs(found, recording):
+        yield f"refused: the router showed it in {recording.state}"
+        yield ""
+    yield _summary(found, recording)
+
+
+def _counted(found: Replay) -> Iterator[str]:
+    counts = Counter((life.chart.name, str(life.state.value)) for life in found.lives)
+    rows = [(machine, state, f"{count:,}") for (machine, state), count in counts.items()]
+    yield columns([("machine", "ends in", "subjects"), *rows], "  ")
+    yield ""
+
+
+def _table_of(life: Life, recording: Recording) -> Iterator[str]:
+    late = "; its beginning is not in the log" if life.is_late else ""
+    yield _title(life, recording) + late
+    if life.path:
+        yield columns([_HEAD, *_rows_of(life, recording)], "  ")
+    yield ""
+
+
+def _title(life: Life, recording: Recording) -> str:
+    facts = _number(len(life.path), "fact")
+    began, ended = _began(life, recording), life.path[-1][0] if life.path else None
+    took = f" in {ended - began:.3f} s" if began is not None and ended is not None else ""
+    return f"{life.name}: {facts}{took}, {life.state.value}"
+
+
+def _began(life: Life, recording: Recording) -> float | None:
+    """The log's time at which the life began, as far as it is known."""
+    if recording.is_whole:
+        return 0.0
+    return life.path[0][0] if life.path else None
+
+
+def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
+    began = _began(life, recording)
+    stays = life.stays(0.0 if recording.is_whole else None)
+    for (seconds, edge), stayed in zip(life.path, stays, strict=True):
+        at = None if seconds is None or began is None else seconds - began
+        condition = edge.guard or (
+            "otherwise" if len(life.chart.legal(edge.source, edge.fact)) > 1 else ""
+        )
+        yield (
+            _time(at),
+            _time(stayed),
+            str(edge.source.value),
+            edge.fact,
+            condition,
+            str(edge.target.value),
+            edge.why,
+        )
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:7.3f}"
+
+
+def _refused(refusal: Refusal) -> Iterator[str]:
+    record = refusal.record
+    yield f"refused: {record.machine} {record.id}: {refusal.reason}"
+    at = "" if record.seconds is None else f" at {record.seconds:.3f} s"
+    yield f"  recorded{at}: {record.source} --{record.fact}--> {record.target}"
+    if refusal.state is not None:
+        legal = _legal(refusal)
+        yield f"  legal in {refusal.state.value}: {', '.join(legal) or 'nothing, it is over'}"
+    yield ""
+
+
+def _legal(refusal: Refusal) -> list[str]:
+    targets: dict[str, list[str]] = {}
+    for edge in refusal.legal:
+        targets.setdefault(edge.fact, []).append(str(edge.target.value))
+    return [f"{fact} (to {' or '.join(found)})" for fact, found in targets.items()]
+
+
+def _summary(found: Replay, recording: Recording) -> str:
+    facts = sum(len(life.path) for life in found.lives)
+    remarks = [
+        f"{_number(len(found.lives), 'subject')}, {_number(facts, 'fact')}",
+        f"{len(found.refusals):,} refused" if found.refusals else "all legal",
+        *([f"{_number(found.lost, 'transition')} missing in the recording"] if found.lost else []),
+        *([f"{found.unjudged:,} after a refusal not judged"] if found.unjudged else []),
+        *([f"{recording.others:,} other lines"] if recording.others else []),
+    ]
+    return "; ".join(remarks)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+#### As a picture
+
+
+def _draw(name: str, found: Replay, source: str) -> None:
+    charts = list(dict.fromkeys(life.chart for life in found.lives))
+    if len(charts) != 1:
+        machines = ", ".join(chart.name for chart in charts) or "nothing"
+        raise Mistake(f"--draw {name}: one machine a picture, not {machines}; see --machine")
+    picture(name, charts[0], _paint(found.lives, source))
+
+
+def picture(name: str, chart: Chart, paint: Paint) -> None:
+    """Write one picture; its suffix says in which form. Raises Mistake and OSError."""
+    path = Path(name)
+    forms: dict[str, Callable[[], str | None]] = {
+        ".svg": lambda: svg(dot(chart, paint)),
+        ".dot": lambda: dot(chart, paint),
+        ".mmd": lambda: mermaid(chart, paint),
+    }
+    if path.suffix not in forms:
+        raise Mistake(f"{name}: pictures are {', '.join(forms)}")
+    text = forms[path.suffix]()
+    if text is None:
+        raise Mistake(f"{name}: Graphviz's dot is not installed; .dot and .mmd need nothing")
+    path.write_text(text, encoding="utf-8")
+
+
+def _paint(lives: Sequence[Life], source: str) -> Paint:
+    if len(lives) > 1:
+        taken = Counter(edge for life in lives for _, edge in life.path)
+        inside = Counter(life.state for life in lives if not life.is_over)
+        return counts_paint(f"{len(lives):,} subjects of {source}", taken, inside)
+    (life,) = lives
+    refusal = life.refusal
+    return path_paint(
+        f"{life.name}, {_number(len(life.path), 'fact')}",
+        life.path,
+        stays=life.total_stays(),
+        refused_in=None if refusal is None else life.state,
+        refused="" if refusal is None else refusal.record.fact,
+    )

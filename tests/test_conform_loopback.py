@@ -1,0 +1,70 @@
+"""`baton conform` on real sockets, with routers as processes: the command itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.cli import main
+
+#: A relay of bytes, which looks at nothing.
+RELAY = "--launch=relay={python} -m benchmarks.relay {port} {workers}"
+
+
+@pytest.mark.slow
+def test_baton_passes_and_the_exit_code_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["baton", "--only", "cut-is-told", "leaves-silent-stream", "prefill-fails"]
+
+    code = main(["conform", *words, "--json", "--logs", str(tmp_path)])
+
+    cases = json.loads(capsys.readouterr().out)["baton"]["cases"]
+    assert {name: one["outcome"] for name, one in cases.items()} == {
+        "leaves-silent-stream": "pass",
+        "cut-is-told": "pass",
+        "prefill-fails": "pass",
+    }
+    assert code == 0
+    assert "listening" in (tmp_path / "baton-cut-is-told.log").read_text()
+
+
+@pytest.mark.slow
+def test_any_router_can_be_tried_and_a_failure_is_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["conform", RELAY, "--only", "abort-is-no-end", "cap-holds", "C5"])
+
+    table = capsys.readouterr().out
+    assert code == 1
+    assert "relay: abort-is-no-end: fail: the stream ends as if all were well" in table
+    assert "relay: cap-holds: n/a: no flag for 'cap'" in table
+    assert "relay: prefill-fails: n/a: no command line for prefill/decode pairs" in table
+    assert "relay: 0 passed, 1 failed, 3 not applicable" in table
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["nobody"], "there is no router 'nobody'"),
+        (["--only", "C99"], "there is no case C99"),
+        (["--only", "C17"], "it is left out"),
+        (["--launch", "mine=./mine"], "has no {port}"),
+        (["--launch", "mine=./not-there {port}"], "there is no ./not-there"),
+        (["--set", "mine.cap=4"], "not among the routers"),
+        (["--set", "baton.colour=red"], "no such word"),
+        (["--set", "baton.engine=red"], "one of vllm"),
+        (["--jobs", "0"], "at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["conform", *words])
+
+    error = capsys.readouterr().err
+    assert code == 2
+    assert said in error
+    assert error.count("\n") == 1

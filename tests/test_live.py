@@ -1,0 +1,138 @@
+"""A running router's counts on the diagrams: what its page says is what the pictures show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from router import cli
+from router.live import live_paint, read_metrics
+from router.metrics import Metrics
+from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Chart
+from statemachines.breaker import BreakerState
+from statemachines.draw import dot
+from statemachines.request import RequestState
+from statemachines.worker import WorkerState
+from tests.routers import Router, standing_in
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with standing_in() as stand_in:
+        yield stand_in
+
+
+@frozen
+class Live:
+    state: Enum
+
+
+@frozen
+class LiveWorker:
+    id: str
+    state: Enum
+    breaker: Live
+    role: str = "mixed"
+    inflight: int = 0
+
+
+@frozen
+class House:
+    """Two requests, and two workers of which one has a name that the page has to escape."""
+
+    def open_requests(self) -> list[Live]:
+        return [Live(RequestState.STREAMING), Live(RequestState.STREAMING)]
+
+    def workers(self) -> list[LiveWorker]:
+        closed, half_open = Live(BreakerState.CLOSED), Live(BreakerState.HALF_OPEN)
+        return [
+            LiveWorker("w0", WorkerState.READY, closed),
+            LiveWorker('w"1\\,state="gone"', WorkerState.DRAINING, half_open),
+        ]
+
+
+def page_of(chart: Chart) -> tuple[str, dict[str, int]]:
+    """The page after every row was taken, each a number of times of its own."""
+    metrics = Metrics(House())
+    expected = {}
+    for number, edge in enumerate(chart.edges, 1):
+        metrics.taken(chart.name)[id(edge)] += number
+        expected[f"{edge.source.value} {edge.fact} {edge.target.value}"] = number
+    return metrics.render().decode(), expected
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+def test_every_row_is_painted_with_its_own_count(chart: Chart) -> None:
+    page, expected = page_of(chart)
+
+    paint = live_paint(chart, list(read_metrics(page)), "now")
+
+    assert {
+        f"{edge.source.value} {edge.fact} {edge.target.value}": count
+        for edge, count in paint.counts.items()
+    } == expected
+
+
+@pytest.mark.parametrize(
+    ("chart", "notes"),
+    [
+        (REQUEST, {RequestState.STREAMING: "2 now"}),
+        (WORKER, {WorkerState.READY: "1 now", WorkerState.DRAINING: "1 now"}),
+        (BREAKER, {BreakerState.CLOSED: "1 now", BreakerState.HALF_OPEN: "1 now"}),
+    ],
+)
+def test_states_say_how_many_are_in_them(chart: Chart, notes: dict[Enum, str]) -> None:
+    page, _ = page_of(chart)
+
+    paint = live_paint(chart, list(read_metrics(page)), "now")
+
+    assert paint.notes == notes
+
+
+def test_live_pictures_go_into_their_own_folder(
+    router: Router, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.answer = page_of(REQUEST)[0].encode()
+    folder = tmp_path / "live"
+
+    code = cli.main(["diagrams", "--live", router.url, "--output", str(folder)])
+
+    said = capsys.readouterr().out
+    assert code == 0
+    assert {f"{chart.name}.dot" for chart in CHARTS} <= {each.name for each in folder.iterdir()}
+    assert "admitted ×1" in (folder / "request.mmd").read_text()
+    assert f"request  {sum(range(1, len(REQUEST.edges) + 1)):,}" in said
+
+
+def test_they_never_replace_the_plain_ones(
+    router: Router, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.answer = page_of(REQUEST)[0].encode()
+    (tmp_path / "diagrams").mkdir()
+    committed = tmp_path / "elsewhere" / "request.dot"
+    committed.parent.mkdir()
+    committed.write_text(dot(REQUEST))
+
+    by_name = ["--root", str(tmp_path), "--output", str(tmp_path / "diagrams")]
+    by_content = ["--output", str(committed.parent)]
+    for words in (by_name, by_content):
+        assert cli.main(["diagrams", "--live", router.url, *words]) != 0
+        assert "is for the plain" in (said := capsys.readouterr().err) or "holds the plain" in said
+
+    assert committed.read_text() == dot(REQUEST)
+
+
+def test_a_page_of_somebody_else_is_refused(
+    router: Router, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.answer = b'up 1\nvllm:num_requests{model="x"} nonsense\n'
+
+    code = cli.main(["diagrams", "--live", router.url, "--output", str(tmp_path)])
+
+    assert code == 1
+    assert "no counts of transitions" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
