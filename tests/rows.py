@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from statemachines import CHARTS
+from statemachines import CHARTS, HANDBACK
 from tests.plans import Client, Engine, Plan
 
 Row = tuple[str, str, str, str]
@@ -20,6 +20,7 @@ Row = tuple[str, str, str, str]
 EVERY_ROW: list[Row] = [
     (chart.name, str(edge.source.value), edge.fact, str(edge.target.value))
     for chart in CHARTS
+    if chart is not HANDBACK  # the agent's: each row has a test in tests/test_agent_parts.py
     for edge in chart.edges
 ]
 

@@ -26,7 +26,7 @@ CAUGHT: dict[str, tuple[type[Naive], str]] = {
     "leaves-before-first-token": (Naive, "still runs"),
     "leaves-silent-stream": (Naive, "still runs"),
     "load-is-given-back": (naive.LeakingLoad, "gets nothing any more"),
-    "cap-holds": (Naive, "20 requests at a time"),
+    "cap-holds": (Naive, "12 requests at a time"),
     "cap-is-given-back": (naive.LeakingCap, "of 4 not served"),
     "leaves-queue": (naive.GhostQueue, "was sent to an engine"),
     "stale-connection": (naive.Pooling, "requests failed (502"),

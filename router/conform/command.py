@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -103,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         run = Run(candidates, cases, folder, logs)
         trio.run(run.all, arguments.jobs)
+    if run.stopped_by:
+        return 128 + run.stopped_by  # what a shell says of it
     if arguments.json:
         print(matrix.as_json(candidates, run.results))
     elif arguments.markdown:
@@ -151,6 +154,7 @@ class Run:
     cases: list[Case]
     folder: str
     logs: Path
+    stopped_by: int = 0
     results: dict[str, dict[str, Verdict]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -165,7 +169,21 @@ class Run:
         )
 
     async def all(self, jobs: int) -> None:
-        """Router by router; heavy cases one at a time, after the others."""
+        """Router by router. A signal ends it early, and every router with it."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def wait_told() -> None:
+                    async for number in signals:
+                        self.stopped_by = number
+                        nursery.cancel_scope.cancel("a signal")
+
+                nursery.start_soon(wait_told)
+                await self._all(jobs)
+                nursery.cancel_scope.cancel("all are tried")
+
+    async def _all(self, jobs: int) -> None:
+        """Heavy cases one at a time, after the others."""
         for candidate in self.candidates:
             limit = trio.CapacityLimiter(jobs)
             async with trio.open_nursery() as nursery:

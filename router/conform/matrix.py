@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from router.conform.case import KNOBS, Case
+from router.conform.cases import LEFT_OUT
 from router.conform.routers import Candidate
 from router.conform.running import Verdict
 from router.conform.stage import Order, Seat
@@ -72,7 +73,7 @@ def as_json(candidates: Sequence[Candidate], results: Results) -> str:
 
 
 def as_markdown(cases: Sequence[Case], candidates: Sequence[Candidate], results: Results) -> str:
-    """The matrix, what each case does, why cases failed, and the flags that were used."""
+    """The matrix, what each case does, why cases failed, the flags, and what is left out."""
     return "\n\n".join(
         [
             _markdown_matrix(cases, candidates, results),
@@ -84,6 +85,8 @@ def as_markdown(cases: Sequence[Case], candidates: Sequence[Candidate], results:
             *(_markdown_commands(one) for one in candidates),
             "### What single cases add",
             _markdown_knobs(candidates),
+            "## What is not tried",
+            _markdown_left_out(),
         ]
     )
 
@@ -119,6 +122,11 @@ def _markdown_cases(cases: Sequence[Case]) -> str:
     lines = [_row("case", "done", "expected"), _row("---", "---", "---")]
     lines += [_row(one.name, one.done, one.expected) for one in cases]
     return "\n".join(lines)
+
+
+def _markdown_left_out() -> str:
+    lines = [_row("complaint", "why"), _row("---", "---")]
+    return "\n".join([*lines, *(_row(complaint, why) for complaint, why in LEFT_OUT.items())])
 
 
 def _markdown_reasons(one: Candidate, verdicts: Mapping[str, Verdict]) -> str:

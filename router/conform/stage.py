@@ -140,6 +140,12 @@ class Stage:
         """Generations that run now, on all engines."""
         return sum(engine.inflight for engine in self.engines)
 
+    @property
+    def generating(self) -> int:
+        """Of these, the ones that have tokens to come: one that has ended is let go a bit later."""
+        each = [one for engine in self.engines for one in engine.running]
+        return sum(any(choice.finish is None for choice in one.choices) for one in each)
+
     async def until(self, holds: Callable[[], bool], seconds: float, otherwise: str) -> None:
         """Wait for a condition; raises Failed with the reason when it does not come."""
         with trio.move_on_after(seconds) as waiting:

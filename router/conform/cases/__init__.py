@@ -27,7 +27,7 @@ __all__ = [
 CASES: tuple[Case, ...] = tuple(_ENTERED)
 
 LEFT_OUT = {
-    "C4": "an engine that goes on after its connection was closed: engines of today notice",
+    "C4": "engines of today notice a closed connection, and the simulated ones do, too",
     "C7": "which leg of a pair time is booked on shows only in a router's own metrics",
     "C10": "needs a fleet that changes between choosing and connecting, not static URLs",
     "C12": "the gauge of requests in flight has another name in every router",
