@@ -63,7 +63,12 @@ class Cluster:
         command += ["--nats", self.server.url, "--id", f"w{number}", *flags]
         with session(name, command, {}) as process:
             wait_ready(name, process, lambda: self.knows(f"w{number}"), READY_SECONDS)
-            yield Agent(f"w{number}", process)
+            try:
+                yield Agent(f"w{number}", process)
+            finally:
+                process.terminate()
+                # One that was killed is in the registry for ten seconds more.
+                assert wait_until(lambda: self.state(f"w{number}") is None, WINDOW_SECONDS)
 
     def knows(self, worker: str) -> bool:
         return self.state(worker) == "ready"
