@@ -61,7 +61,7 @@ class Half:
     options: str = ""
     engine: str = "sglang"
     port: int | None = 8998
-    #: Its abort endpoint: a status, or "hang".
+    #: Its abort endpoint: a status, "hang", or "endless" (a 200 whose body never ends).
     aborts: str = "200"
     #: Nobody listens, or nobody answers.
     is_down: bool = False
@@ -121,6 +121,10 @@ class Engine:
             self.aborts.append((msgspec.json.decode(body), headers))
             if self.half.aborts == "hang":
                 await trio.sleep_forever()
+            if self.half.aborts == "endless":
+                await stream.send_all(EVENTS_HEAD)
+                while True:
+                    await stream.send_all(chunk(b"x" * READ_BYTES))
             await stream.send_all(whole(int(self.half.aborts), {}))
             return True
         self.bodies.append(msgspec.json.decode(body))

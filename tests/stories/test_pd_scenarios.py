@@ -428,7 +428,8 @@ def test_19_a_name_that_begins_another_takes_nobody_down() -> None:
 
 @STREAMED
 @pytest.mark.parametrize(
-    ("aborts", "counted"), [("200", "ok"), ("500", "error"), ("hang", "timeout")]
+    ("aborts", "counted"),
+    [("200", "ok"), ("500", "error"), ("hang", "timeout"), ("endless", "ok")],
 )
 def test_20_an_abort_that_fails_hurts_nobody(aborts: str, counted: str, stream: bool) -> None:
     key = (("authorization", "Bearer secret"),)
