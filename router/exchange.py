@@ -29,11 +29,12 @@ from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
 from router.moving import Moving
-from router.openai import Judge, choices_asked
+from router.openai import Judge
 from router.partners import Observer, Pair
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
+from router.width import choices_asked
 from statemachines import REQUEST, Edge
 from statemachines.leg import LegState
 from statemachines.request import RequestState

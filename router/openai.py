@@ -50,34 +50,7 @@ def _param(error: msgspec.ValidationError) -> str | None:
     return path.rstrip("`") if found else None
 
 
-class _Width(msgspec.Struct, gc=False):
-    n: int | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
-    input_ids: msgspec.Raw = msgspec.Raw()
-
-
-_WIDTH = msgspec.json.Decoder(_Width)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-def choices_asked(body: bytes) -> int:
-    """How many choices the whole answer to this request has; 1 where that cannot be read."""
-    try:
-        asked = _WIDTH.decode(body)
-        prompts = max(map(_prompts_in, (asked.prompt, asked.text, asked.input_ids)))
-    except (msgspec.DecodeError, RecursionError):
-        return 1
-    return prompts * (asked.n or 1)
-
-
-def _prompts_in(field: msgspec.Raw) -> int:
-    """A list of texts or of lists of ids is several prompts; a list of ids is one."""
-    if not bytes(field).startswith(b"["):
-        return 1
-    items = _LIST.decode(field)
-    is_several = bool(items) and bytes(items[0])[:1] in (b'"', b"[")
-    return len(items) if is_several else 1
 
 
 class Sign(Enum):

@@ -19,6 +19,7 @@ from router.pd.shaping import (
     shape_prefill,
     without_handoff,
 )
+from router.width import WIDTH_MAX
 
 ODD = b'{"model" : "m", "temperature":1.0e0,"big":12345678901234567890123, "messages":[{"x":"}"}]}'
 
@@ -48,6 +49,14 @@ def body_of(text: bytes) -> dict[str, object]:
         (b'{"text":"a","sampling_params":{"n":2}}', "generate", 2),
         (b'{"text":["a","b"],"sampling_params":[{"n":2},{"n":2}]}', "generate", 4),
         (b'{"text":"a","n":2}', "generate", 1),
+        (b'{"prompt":[ "a" , "b" ]}', "openai", 2),
+        (b'{"prompt":[]}', "openai", 1),
+        (b'{"prompt":["a\\",\\"b","[c],[d]","\\\\"]}', "openai", 3),
+        (b'{"prompt":[[],[ 1 , 2 ]]}', "openai", 2),
+        (b'{"text":"a","sampling_params":[]}', "generate", 1),
+        (b'{"n":100000000000}', "openai", 100000000000),
+        (b'{"prompt":[' + b'"",' * 9999 + b'""]}', "openai", WIDTH_MAX + 1),
+        (b'{"prompt":[' + b"[1]," * 9999 + b"[1]]}", "openai", WIDTH_MAX + 1),
     ],
 )
 def test_every_item_of_a_request_is_counted(body: bytes, family: str, width: int) -> None:

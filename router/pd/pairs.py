@@ -35,6 +35,7 @@ from router.pd.shaping import (
     without_handoff,
 )
 from router.ticket import Failure, Ticket
+from router.width import WIDTH_MAX
 from router.wires.line import Line
 from router.worker import Fleet, Worker
 
@@ -150,6 +151,10 @@ class Pairs:
         places = Places(choice)
         try:
             orders = self._orders(exchange, choice, continuation)
+            if isinstance(orders, Refusal):
+                places.release(exchange.now)
+                exchange.fire("refused", Failure(orders))
+                return
             PairAttempt(exchange, choice, orders, self, places).begin()
         except Exception:
             places.release(exchange.now)
@@ -157,7 +162,7 @@ class Pairs:
 
     def _orders(
         self, exchange: Exchange, choice: PairChoice, continuation: Continuation | None
-    ) -> Orders:
+    ) -> Orders | Refusal:
         moving, target, body = exchange.ticket.moving, exchange.call.target, exchange.call.body
         if moving is not None and continuation is not None:
             moving.go_on(choice.worker, continuation)
@@ -167,6 +172,10 @@ class Pairs:
         reading = read(body, exchange.route.family)
         if self.pairing.protocol_of(choice.prefill.worker) == NIXL:
             return _serial(target, body, reading, is_chat=exchange.route.label == "chat")
+        if reading.width > WIDTH_MAX:
+            # Each would have a room: `"n": 1000000` in 40 bytes must not become megabytes here.
+            message = f"At most {WIDTH_MAX} generations (prompts times n) may be asked for at once."
+            return Refusal("bad_request", message, param="n")
         return self._at_once(choice, target, body, reading)
 
     def _at_once(self, choice: PairChoice, target: bytes, body: bytes, reading: Reading) -> Orders:

@@ -14,6 +14,7 @@ import msgspec
 from attrs import frozen
 
 from router.migration.splice import edit, read_members
+from router.width import prompts_in
 
 #: The engine keeps a room as a signed 64-bit number: with the top bit set it would wrap.
 ROOM_BITS = 63
@@ -44,9 +45,15 @@ class _Asked(msgspec.Struct, gc=False):
     return_logprob: bool | None = None
 
 
+class _OfFirst(msgspec.Struct, array_like=True, gc=False):
+    """A list of which only the first is read: no objects for the others."""
+
+    first: _Samples | None = None
+
+
 _ASKED = msgspec.json.Decoder(_Asked)
-_SAMPLES = msgspec.json.Decoder(_Samples | list[_Samples] | None)
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_SAMPLES = msgspec.json.Decoder(_Samples | None)
+_SAMPLES_OF_FIRST = msgspec.json.Decoder(_OfFirst)
 
 
 @frozen
@@ -76,7 +83,7 @@ def read(body: bytes, family: str) -> Reading:
         if family == "generate":
             samples = _samples_of(asked.sampling_params)
         fields = (asked.text, asked.input_ids) if family == "generate" else (asked.prompt,)
-        prompts = max(map(_prompts_in, fields))
+        prompts = max(map(prompts_in, fields))
     except (msgspec.DecodeError, RecursionError):
         return Reading(is_readable=False)
     return Reading(
@@ -88,19 +95,11 @@ def read(body: bytes, family: str) -> Reading:
 
 
 def _samples_of(sampling_params: msgspec.Raw) -> int | None:
-    found = _SAMPLES.decode(sampling_params)
-    if isinstance(found, list):
-        found = found[0] if found else None
+    if bytes(sampling_params).startswith(b"["):
+        found = _SAMPLES_OF_FIRST.decode(sampling_params).first
+    else:
+        found = _SAMPLES.decode(sampling_params)
     return None if found is None else found.n
-
-
-def _prompts_in(field: msgspec.Raw) -> int:
-    """A list of texts or of lists of ids is several prompts; a list of ids is one."""
-    if not bytes(field).startswith(b"["):
-        return 1
-    items = _LIST.decode(field)
-    is_several = bool(items) and bytes(items[0])[:1] in (b'"', b"[")
-    return len(items) if is_several else 1
 
 
 #### sglang-bootstrap
