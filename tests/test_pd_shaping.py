@@ -216,6 +216,23 @@ def test_a_handoff_joins_the_ids_that_a_continuation_begins_with() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [b"null", b"{}", b"5", b"[1]", b'"x"', b'{"mine":1}', b'{"tp_size":9,"remote_host":"old"}',
+     b'{"do_remote_prefill":false,"do_remote_decode":true}'],
+)  # fmt: skip
+def test_nothing_of_the_clients_gets_into_a_handoff(given: bytes) -> None:
+    told = b'{"remote_host":"new",  "x":1.50}'
+    body = b'{"a":1.0,"kv_transfer_params":' + given + b"}"
+
+    shaped = shape_decode(body, told)
+
+    assert told in shaped
+    assert body_of(shaped) == {"a": 1.0, "kv_transfer_params": {"remote_host": "new", "x": 1.5}}
+    prefill = body_of(shape_prefill(body, is_chat=True))["kv_transfer_params"]
+    assert prefill == body_of(shape_prefill(b"{}", is_chat=True))["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
     "answer",
     [b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}', b"[]", b"", b"{"],
 )

@@ -27,6 +27,7 @@ _REMOTE_DECODE = {
     "remote_host": b"null",
     "remote_port": b"null",
 }
+_PROMPT_IDS = "prompt_token_ids"
 _ENCODE = msgspec.json.Encoder().encode
 _NOTHING = msgspec.Raw(b"null")
 
@@ -185,24 +186,28 @@ def shape_prefill(body: bytes, *, is_chat: bool) -> bytes:
     changes[cap] = b"1"
     if other in members:
         changes[other] = None
-    changes["kv_transfer_params"] = _merge(members.get("kv_transfer_params"), _REMOTE_DECODE)
+    changes["kv_transfer_params"] = edit(b"{}", _REMOTE_DECODE | _prompt_in(members))
     return edit(body, changes)
 
 
 def shape_decode(body: bytes, handoff: bytes) -> bytes:
-    """The body for the decode that takes this hand-off, whose members go on verbatim."""
-    members = read_members(body) or {}
+    """The body for the decode that takes this hand-off, which goes on verbatim."""
+    if b"kv_transfer_params" in body and (prompt := _prompt_in(read_members(body) or {})):
+        handoff = put(handoff, prompt)
+    return put(body, {"kv_transfer_params": handoff})
+
+
+def _prompt_in(members: Mapping[str, msgspec.Raw]) -> dict[str, bytes]:
+    """What else the body's `kv_transfer_params` may tell both legs: the prompt as ids.
+
+    vLLM 0.32 reads them there in chat, where a continuation puts them, too. Whatever else a client
+    writes is no part of a hand-off: decode would take it for one of prefill's words.
+    """
     given = members.get("kv_transfer_params")
-    if given is None or bytes(given) == b"null":
-        return put(body, {"kv_transfer_params": handoff})
-    parts = {name: bytes(value) for name, value in (read_members(handoff) or {}).items()}
-    return edit(body, {"kv_transfer_params": _merge(given, parts)})
-
-
-def _merge(given: msgspec.Raw | None, parts: Mapping[str, bytes]) -> bytes:
-    """An object of the client's (token ids to go on from, say) with members set."""
-    own = b"{}" if given is None or not bytes(given).startswith(b"{") else bytes(given)
-    return edit(own, parts)
+    if given is None or not bytes(given).startswith(b"{"):
+        return {}
+    ids = (read_members(bytes(given)) or {}).get(_PROMPT_IDS)
+    return {} if ids is None else {_PROMPT_IDS: bytes(ids)}
 
 
 def without_handoff(body: bytes) -> bytes:
