@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from attrs import define, field
@@ -35,6 +36,7 @@ from router.pd.shaping import (
     without_handoff,
 )
 from router.ticket import Failure, Ticket
+from router.waking import Waker
 from router.width import WIDTH_MAX
 from router.wires.line import Line
 from router.worker import Fleet, Worker
@@ -72,6 +74,8 @@ class Pairs:
     cancels_unmatched: bool = field(init=False)
     is_keyed: bool = field(init=False)
     recomputes: bool = field(init=False)
+    _running: int = 0
+    _idle: Waker = field(factory=Waker)
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
@@ -101,7 +105,20 @@ class Pairs:
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
-        self.house.spawn(task)
+        self.house.spawn(partial(self._run, task))
+
+    async def wait_idle(self) -> None:
+        """Wait until no prefill is left, those that nobody waits for included. Cancellable."""
+        while self._running:
+            await self._idle.wait()
+
+    async def _run(self, task: Callable[[], Awaitable[object]]) -> None:
+        self._running += 1
+        try:
+            await task()
+        finally:
+            self._running -= 1
+            self._idle.wake()
 
     # Which requests
 
