@@ -69,7 +69,7 @@ class Answering(Protocol):
         """The body ended as its framing promised."""
 
     def survives(self, leg_fact: str) -> bool:
-        """The leg is lost by this fact: end well if all that matters was there, or say no."""
+        """The leg is lost by this fact: end with what was there if that is all, or say no."""
 
 
 class StreamAnswering:
@@ -198,6 +198,9 @@ class WholeAnswering:
         self._exchange = exchange
         self._leg = leg
         self._whole = WholeAnswer(exchange.whole_bytes_max)
+        if not 200 <= exchange.status < 300:
+            leg.is_error, leg.last_event_at = True, exchange.now
+            exchange.channel.rearm()
 
     def feed(self, data: bytes) -> None:
         self._whole.feed(data)
@@ -206,29 +209,39 @@ class WholeAnswering:
 
     def end(self) -> None:
         exchange, body = self._exchange, self._whole.body()
-        status = exchange.status
-        if status >= 400:
-            self._meet_error(Answer(status, exchange.headers, body))
-        elif status == 200 and not body:
+        if self._leg.is_error:
+            self._meet_error(Answer(exchange.status, exchange.headers, body))
+        elif not body and (exchange.status == 200 or exchange.route.family != "other"):
             # An empty 200 is no answer (GoModel PR #1015); nothing was sent, so try elsewhere.
             exchange.lose(self._leg, "lied", "leg_lost", Failure(broken()))
-        elif exchange.route.family == "openai" and self._lies(body):
+        else:
+            self._judge(body)
+
+    def survives(self, leg_fact: str) -> bool:
+        """Of an error the status is enough, where its body does not come in time."""
+        is_late = self._leg.is_error and leg_fact == "stalled"
+        if is_late:
+            self._meet_error(Answer.without_body(self._exchange.status, self._exchange.headers))
+        return is_late
+
+    def _judge(self, body: bytes) -> None:
+        exchange = self._exchange
+        verdict = judge_answer(exchange.route.family, body)
+        exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
+        if verdict.error_status:
+            headers: Headers = [(b"content-type", b"application/json")]
+            self._meet_error(Answer(verdict.error_status, headers, body))
+        elif verdict.lies:
             exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
         else:
             exchange.respond(body)
             exchange.complete(self._leg)
 
-    def survives(self, leg_fact: str) -> bool:
-        return False
-
-    def _lies(self, body: bytes) -> bool:
-        verdict = judge_answer(body)
-        self._exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
-        return verdict.lies
-
     def _meet_error(self, answer: Answer) -> None:
         failure = Failure(broken(), answer=answer)
-        if answer.status in _BUSY:
+        if answer.status < 400:
+            self._exchange.lose(self._leg, "erred", "overloaded", Failure(redirected()))
+        elif answer.status in _BUSY:
             self._exchange.lose(self._leg, "backpressure", "overloaded", failure)
         elif answer.status < 500:
             self._exchange.lose(self._leg, "rejected", "rejected", failure)
@@ -237,8 +250,8 @@ class WholeAnswering:
 
     def _meet_large_answer(self) -> None:
         """More than may be held: from here on it goes through, and can no longer be retried."""
-        if self._exchange.status >= 400:
-            self._exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
+        if self._leg.is_error:
+            self._meet_error(Answer.without_body(self._exchange.status, self._exchange.headers))
             return
         passing = PassingAnswering(self._exchange, self._leg)
         self._exchange.pass_on(self._leg, passing)
@@ -308,6 +321,11 @@ class PassingAnswering:
 def broken() -> Refusal:
     """A worker's answer that is not whole."""
     return Refusal("upstream_broken", "The worker's answer broke off before its end.")
+
+
+def redirected() -> Refusal:
+    """No answer to any request here; where to would be an address of a worker."""
+    return Refusal("upstream_broken", "The worker answered with a redirection.")
 
 
 def unreachable() -> Refusal:

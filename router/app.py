@@ -278,6 +278,7 @@ class App:
     async def _wait_empty(self) -> None:
         while self.serving.live:
             await self.serving.emptied.wait()
+        await self.serving.pairs.wait_idle()
         while self.serving.owes_bytes():  # noqa: ASYNC110
             # A request is over before a slow client has taken its answer, and nobody tells when.
             await trio.sleep(LOOK_SECONDS)

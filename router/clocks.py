@@ -15,6 +15,9 @@ from router.ticket import Ticket
 from statemachines.leg import LegState
 from statemachines.request import RequestState
 
+#: After the head of an error, how long its body may take. Engines write both at once; what a body
+#: that never ends would keep from its client is the status, which is known.
+ERROR_BODY_SECONDS = 1.0
 _WAITING = frozenset({LegState.CONNECTING, LegState.WAITING, LegState.ANSWERING})
 _BETWEEN = frozenset({RequestState.MIGRATING, RequestState.RESUMING})
 
@@ -61,6 +64,7 @@ class LegTimes(Protocol):
 
     state: LegState
     paused: bool
+    is_error: bool
     sent_at: float
     last_event_at: float
     suspect_again_at: float
@@ -104,6 +108,8 @@ class Clocks:
 
     def leg_due(self, leg: LegTimes) -> float | None:
         """When the silence of a leg is to be looked at; never while its client is slow."""
+        if leg.is_error and not leg.paused:
+            return leg.last_event_at + ERROR_BODY_SECONDS
         if not self.wants_stream or leg.paused:
             return None
         stall, suspect = self.stall_due(leg), self._suspect_due(leg)

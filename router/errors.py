@@ -110,6 +110,13 @@ def nest_error(body: bytes) -> bytes:
     )
 
 
+def wordless(status: int) -> bytes:
+    """The JSON body for an error of a worker that came without one; the code is its status."""
+    message = f"The worker answered with status {status} and did not say why."
+    error = {"message": message, "type": _type_of(status), "param": None, "code": status}
+    return _ENCODER.encode({"error": error})
+
+
 def _type_of(status: int) -> str:
     if status == 401:
         return "authentication_error"

@@ -29,11 +29,12 @@ from router.front import ClientChannel
 from router.headers import Headers, find, to_client
 from router.legs import Leg
 from router.moving import Moving
-from router.openai import Judge, choices_asked
+from router.openai import Judge
 from router.partners import Observer, Pair
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
+from router.width import choices_asked
 from statemachines import REQUEST, Edge
 from statemachines.leg import LegState
 from statemachines.request import RequestState
@@ -146,12 +147,12 @@ class Exchange:
         if connecting:
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
-        elif not self._survives(leg, "broke"):
+        elif not self.survives(leg, "broke"):
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(broken()))
 
     def on_leg_handed_back(self, leg: Leg) -> None:
-        if not self._survives(leg, "handed_back"):
+        if not self.survives(leg, "handed_back"):
             self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
 
     def on_leg_full(self, leg: Leg) -> None:
@@ -171,11 +172,12 @@ class Exchange:
         self.fire("handed_back", failure)
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
-        if not self._survives(leg, "let_go"):
+        if not self.survives(leg, "let_go"):
             refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
             self.lose(leg, "let_go", "leg_lost", Failure(refusal))
 
-    def _survives(self, leg: Leg, leg_fact: str) -> bool:
+    def survives(self, leg: Leg, leg_fact: str) -> bool:
+        """The leg is lost by this fact; whether that ended the request as it should."""
         return self._answering is not None and self._answering.survives(leg_fact)
 
     def _choose_answering(self, leg: Leg) -> Answering:
@@ -386,7 +388,7 @@ class Exchange:
         if self.ticket.is_over:
             return
         if is_due(clocks.request_due(), now):
-            if leg is not None and self._survives(leg, "stalled"):
+            if leg is not None and self.survives(leg, "stalled"):
                 return
             message = f"The request took longer than {clocks.deadlines.request:g} seconds."
             self.fire("deadline_passed", Failure(Refusal("request_timeout", message)))
@@ -406,12 +408,14 @@ class Exchange:
         already closed.
         """
         is_stalled = is_due(self.clocks.stall_due(leg), now)
+        if (is_stalled or leg.is_error) and self.survives(leg, "stalled"):
+            return
         if self.pair is not None and self.pair.meets_silence(leg, is_stalled=is_stalled):
             return
         if is_stalled:
             self._meet_stall(leg)
         elif leg.worker.is_silent:
-            if not self._survives(leg, "stalled"):
+            if not self.survives(leg, "stalled"):
                 self.lose(leg, "stalled", "leg_stalled", Failure(broken()))
         else:
             leg.worker.probe_soon()
@@ -419,8 +423,6 @@ class Exchange:
 
     def _meet_stall(self, leg: Leg) -> None:
         leg.worker.probe_soon()
-        if self._survives(leg, "stalled"):
-            return
         if leg.state is LegState.STREAMING:
             seconds = self.clocks.deadlines.stream_idle
             refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")

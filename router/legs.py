@@ -68,6 +68,7 @@ class Leg:
         "_permit",
         "has_rest",
         "id",
+        "is_error",
         "is_stream",
         "last_event_at",
         "listeners",
@@ -108,6 +109,8 @@ class Leg:
         #: When a silent worker is looked at again.
         self.suspect_again_at = now
         self.paused = False
+        #: Its head is there and says no 2xx: `last_event_at` is when it came.
+        self.is_error = False
         #: A 2xx stream; only those have a stream outcome.
         self.is_stream = False
         self.stream_outcome = "upstream_error"

@@ -128,11 +128,19 @@ class Mover:
         for worker in self._kin(exchange, moving):
             body = question_body(question, worker.models[0] if worker.models else None)
             try:
-                async with ask(self.client, "POST", worker, "/detokenize", content=body) as answer:
+                asking = ask(
+                    self.client,
+                    "POST",
+                    worker,
+                    "/detokenize",
+                    content=body,
+                    bytes_max=ANSWER_BYTES_MAX,
+                )
+                async with asking as answer:
                     await answer.aread()
             except httpx.TransportError:
                 continue
-            if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
+            if answer.status_code == 200:
                 return read_answer(answer.content)
         return None
 

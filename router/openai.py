@@ -50,36 +50,6 @@ def _param(error: msgspec.ValidationError) -> str | None:
     return path.rstrip("`") if found else None
 
 
-class _Width(msgspec.Struct, gc=False):
-    n: int | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
-    input_ids: msgspec.Raw = msgspec.Raw()
-
-
-_WIDTH = msgspec.json.Decoder(_Width)
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-def choices_asked(body: bytes) -> int:
-    """How many choices the whole answer to this request has; 1 where that cannot be read."""
-    try:
-        asked = _WIDTH.decode(body)
-        prompts = max(map(_prompts_in, (asked.prompt, asked.text, asked.input_ids)))
-    except (msgspec.DecodeError, RecursionError):
-        return 1
-    return prompts * (asked.n or 1)
-
-
-def _prompts_in(field: msgspec.Raw) -> int:
-    """A list of texts or of lists of ids is several prompts; a list of ids is one."""
-    if not bytes(field).startswith(b"["):
-        return 1
-    items = _LIST.decode(field)
-    is_several = bool(items) and bytes(items[0])[:1] in (b'"', b"[")
-    return len(items) if is_several else 1
-
-
 class Sign(Enum):
     """What one event of a stream means for the request."""
 
@@ -392,9 +362,19 @@ def _status_of(error: bytes) -> int:
 class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
+    error: msgspec.Raw = _ABSENT
+    object: str | None = None
+
+
+class _Generated(msgspec.Struct, gc=False):
+    meta_info: _GenerateMeta | None = None
+    error: msgspec.Raw = _ABSENT
+    object: str | None = None
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+_GENERATED = msgspec.json.Decoder(_Generated)
+_GENERATED_BATCH = msgspec.json.Decoder(list[_Generated])
 
 
 class UnaryVerdict(msgspec.Struct):
@@ -403,46 +383,48 @@ class UnaryVerdict(msgspec.Struct):
     lies: bool = False
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-
-
-def judge_answer(body: bytes) -> UnaryVerdict:
-    """Read a whole unary answer: its usage, and whether an engine gave up inside a 200.
-
-    vLLM 0.32 answers 200 with `finish_reason: "abort"` for requests cut by a shutdown.
-    """
-    try:
-        answer = _ANSWER.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return UnaryVerdict()
-    usage = answer.usage or _Usage()
-    lies = any(choice.finish_reason in LYING_FINISHES for choice in answer.choices or ())
-    return UnaryVerdict(lies, usage.prompt_tokens, usage.completion_tokens)
-
-
-class WholeVerdict(msgspec.Struct):
-    """What a whole answer says that nobody is going to read."""
-
-    lies: bool = False
     #: Of an error inside a 2xx; 0 where there is none.
     error_status: int = 0
-    error_body: bytes = b""
 
 
-def judge_whole(family: str, body: bytes) -> WholeVerdict:
-    """Whether an engine gave up, or reports an error, inside a whole 2xx answer.
+def judge_answer(family: str, body: bytes) -> UnaryVerdict:
+    """Read a whole unary answer: its usage, and whether an engine gave up or failed inside a 200.
 
-    SGLang's `/generate` answers a batch with a list.
+    vLLM 0.32 answers 200 with `finish_reason: "abort"` for requests cut by a shutdown. Of other
+    families (responses that tell of an earlier failure, say) nothing is judged.
     """
     try:
-        compact = msgspec.json.format(body, indent=-1)
-        items = _LIST.decode(compact) if compact.startswith(b"[") else [msgspec.Raw(compact)]
+        if family == "openai":
+            return _judge_choices(body)
+        return _judge_generated(body) if family == "generate" else UnaryVerdict()
     except (msgspec.DecodeError, RecursionError):
-        return WholeVerdict()
-    for item in items:
-        judge = Judge(family)
-        sign = judge.read(b"data: %b\n\n" % bytes(item))
-        if sign is Sign.ERROR:
-            return WholeVerdict(error_status=judge.error_status, error_body=judge.error_body)
-        if sign is Sign.LIE:
-            return WholeVerdict(lies=True)
-    return WholeVerdict()
+        return UnaryVerdict()
+
+
+def _judge_choices(body: bytes) -> UnaryVerdict:
+    answer = _ANSWER.decode(body)
+    usage = answer.usage or _Usage()
+    return UnaryVerdict(
+        any(choice.finish_reason in LYING_FINISHES for choice in answer.choices or ()),
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        _error_in(answer, body),
+    )
+
+
+def _judge_generated(body: bytes) -> UnaryVerdict:
+    """SGLang's `/generate` answers a batch with a list."""
+    is_batch = body.lstrip().startswith(b"[")
+    items = _GENERATED_BATCH.decode(body) if is_batch else [_GENERATED.decode(body)]
+    finishes = [each.meta_info.finish_reason for each in items if each.meta_info is not None]
+    return UnaryVerdict(
+        lies=any(each is not None and each.type in LYING_FINISHES for each in finishes),
+        error_status=next(filter(None, (_error_in(each, body) for each in items)), 0),
+    )
+
+
+def _error_in(answer: _Answer | _Generated, body: bytes) -> int:
+    """The status of an error that stands where an answer should; 0 where there is none."""
+    if bytes(answer.error) not in _NO_ERROR:
+        return _status_of(bytes(answer.error))
+    return _status_of(body) if answer.object == "error" else 0

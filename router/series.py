@@ -50,6 +50,7 @@ PREFILL_FAILURES = (
     "status",
     "error_event",
     "gave_up",
+    "empty",
     "unreachable",
     "broken",
     "stalled",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from attrs import define, field, frozen
 
-from router.errors import Refusal
+from router.errors import Refusal, wordless
 from router.headers import Headers
 from router.moving import Moving
 from router.worker import Worker
@@ -28,6 +28,12 @@ class Answer:
     status: int
     headers: Headers
     body: bytes
+
+    @classmethod
+    def without_body(cls, status: int, headers: Headers) -> Answer:
+        """An error of which the head has come and nothing else: its status, in our words."""
+        kept = [each for each in headers if each[0] == b"retry-after"]
+        return cls(status, [(b"content-type", b"application/json"), *kept], wordless(status))
 
 
 @frozen

@@ -30,7 +30,7 @@ ROUTER = Chart(
     facts={
         "listening": "the port is bound and the address was printed",
         "stop_asked": "SIGTERM or SIGINT",
-        "emptied": "the last open request has ended",
+        "emptied": "the last open request has ended, and the last prefill that outlived its own",
         "window_over": "the drain window ran out",
         "crashed": "an error that the router cannot outlive: port taken, bug in the root",
     },

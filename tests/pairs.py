@@ -61,7 +61,7 @@ class Half:
     options: str = ""
     engine: str = "sglang"
     port: int | None = 8998
-    #: Its abort endpoint: a status, or "hang".
+    #: Its abort endpoint: a status, "hang", or "endless" (a 200 whose body never ends).
     aborts: str = "200"
     #: Nobody listens, or nobody answers.
     is_down: bool = False
@@ -121,6 +121,10 @@ class Engine:
             self.aborts.append((msgspec.json.decode(body), headers))
             if self.half.aborts == "hang":
                 await trio.sleep_forever()
+            if self.half.aborts == "endless":
+                await stream.send_all(EVENTS_HEAD)
+                while True:
+                    await stream.send_all(chunk(b"x" * READ_BYTES))
             await stream.send_all(whole(int(self.half.aborts), {}))
             return True
         self.bodies.append(msgspec.json.decode(body))
@@ -190,9 +194,10 @@ def says(name: str) -> tuple[bytes, bool]:
         return chunk(b""), True
     if name == "abort":
         return chunk(event({}, "abort") + b"data: [DONE]\n\n") + chunk(b""), True
-    if name == "error":
+    if name in ("error", "openerror"):
         error = {"error": {"message": "it broke", "code": int(detail or 500)}}
-        return chunk(b"data: " + msgspec.json.encode(error) + b"\n\n") + chunk(b""), True
+        data = chunk(b"data: " + msgspec.json.encode(error) + b"\n\n")
+        return (data, False) if name == "openerror" else (data + chunk(b""), True)
     if name == "gen":
         return chunk(b"data: " + msgspec.json.encode(generated(detail)) + b"\n\n"), False
     if name == "gendone":
@@ -206,8 +211,20 @@ def says(name: str) -> tuple[bytes, bool]:
         return whole(200, answer("abort")), True
     if name == "kv":
         return whole(200, answer("length") | {"kv_transfer_params": HANDOFF}), True
+    if name == "genabort":
+        return whole(200, generated(detail, "abort")), True
+    if name == "inband":
+        return whole(200, error_body(int(detail))), True
+    if name == "flat":
+        return whole(200, {"object": "error", "message": "m", "code": int(detail)}), True
+    if name == "stop":
+        return chunk(event({}, "stop")), False
     if name == "empty":
         return whole(200, None), True
+    if name == "text":
+        return b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello", True
+    if name == "204":
+        return b"HTTP/1.1 204 No Content\r\n\r\n", True
     if name == "errorhead":
         return whole(int(detail or 500), error_body(int(detail or 500)))[:-5], False
     if name == "errorrest":
@@ -264,6 +281,8 @@ class Pairs:
 
     prefills: tuple[Half, ...] = (Half(DONE),)
     decodes: tuple[Half, ...] = (Half(),)
+    #: Workers that need no other half.
+    mixed: tuple[Half, ...] = ()
     clients: tuple[Client, ...] = (Client(tokens=4),)
     protocol: str = "sglang-bootstrap"
     settings: dict[str, object] = Factory(dict)
@@ -296,9 +315,12 @@ class Result:
     got: list[Got]
     prefills: list[Engine]
     decodes: list[Engine]
+    mixed: list[Engine]
     tickets: list[Ticket]
     metrics: dict[str, float]
     looks: list[Look]
+    #: Seconds after the plan's begin at which the router was gone.
+    stopped_at: float
     log: list[dict[str, object]]
 
     @property
@@ -326,12 +348,16 @@ class Result:
 
     def rows(self, worker: str) -> list[str]:
         """The outcomes of a worker's legs, each as often as it was booked."""
-        role = "prefill" if worker.startswith("p") else "decode"
+        role = {"p": "prefill", "d": "decode", "m": "mixed"}[worker[0]]
         found = []
         for outcome in ("success", "client_error", "backpressure", "error", "cancelled"):
             labels = {"worker": worker, "role": role, "outcome": outcome}
             found += [outcome] * int(self.count("baton_worker_requests_total", **labels))
         return found
+
+    def rows_of(self, role: str) -> list[str]:
+        """The outcomes of the first worker of a role."""
+        return self.rows(f"{role[0]}0")
 
     def streams(self, worker: str) -> list[str]:
         """The outcomes of the streams that a worker carried."""
@@ -390,6 +416,7 @@ async def _play(pairs: Pairs) -> Result:
         network = MemoryNetwork(world, cuts)
         prefills = _start(network, pairs.prefills, 9000)
         decodes = _start(network, pairs.decodes, 9500)
+        mixed = _start(network, pairs.mixed, 9800)
         app = App(_settings(pairs), network, logs := configure(format="json", level="info"))
         logs.writer = log = Lines()
         app.serving.pairs.choose_by(random.Random(0))
@@ -399,7 +426,7 @@ async def _play(pairs: Pairs) -> Result:
         watch(app)
         app.listen()
         inside = Run(plan, network, [], app, log, MemoryServer(), {})
-        result = await _run(pairs, inside, prefills, decodes)
+        result = await _run(pairs, inside, prefills, decodes, mixed)
         world.cancel_scope.cancel(reason="the run is over")
     check(result, has_bug=pairs.has_bug)
     return result
@@ -421,6 +448,9 @@ def _settings(pairs: Pairs) -> Settings:
     values["decode"] = tuple(
         _spec("decode", 9500 + i, f"d{i}", half) for i, half in enumerate(pairs.decodes)
     )
+    values["worker_urls"] = tuple(
+        _spec("mixed", 9800 + i, f"m{i}", half) for i, half in enumerate(pairs.mixed)
+    )
     return Settings(**(values | pairs.settings))  # type: ignore[arg-type]
 
 
@@ -432,7 +462,13 @@ def _spec(role: str, port: int, name: str, half: Half) -> WorkerSpec:
     return WorkerSpec.parse(text, role=role)
 
 
-async def _run(pairs: Pairs, inside: Run, prefills: list[Engine], decodes: list[Engine]) -> Result:
+async def _run(
+    pairs: Pairs,
+    inside: Run,
+    prefills: list[Engine],
+    decodes: list[Engine],
+    mixed: list[Engine],
+) -> Result:
     app, looks = inside.app, []
     connections = [requests_of(client) for client in pairs.clients]
 
@@ -449,8 +485,14 @@ async def _run(pairs: Pairs, inside: Run, prefills: list[Engine], decodes: list[
             )
         )
 
+    stopped_at = [0.0]
+
+    async def run_app() -> None:
+        await app.run()
+        stopped_at[0] = trio.current_time() - BEGIN
+
     async with trio.open_nursery() as running:
-        running.start_soon(app.run)
+        running.start_soon(run_app)
         await trio.sleep_until(BEGIN - 1)
         for half, base, index in _halves(pairs):
             if half.is_down:
@@ -472,9 +514,11 @@ async def _run(pairs: Pairs, inside: Run, prefills: list[Engine], decodes: list[
         got=[each for requests in connections for each in requests],
         prefills=prefills,
         decodes=decodes,
+        mixed=mixed,
         tickets=list(app.serving.ended),
         metrics=metrics,
         looks=looks,
+        stopped_at=stopped_at[0],
         log=[msgspec.json.decode(line) for line in inside.log.lines],
     )
 
@@ -537,12 +581,13 @@ def check(result: Result, *, has_bug: bool = False) -> None:
     """No bug was met, no engine works for nobody, and every leg is booked once."""
     bugs = [line for line in result.log if line["event"] == "internal_error"]
     assert has_bug == bool(bugs), f"{bugs[0].get('error')}\n{bugs[0].get('traceback')}"
-    sent = sum(len(engine.bodies) for engine in (*result.prefills, *result.decodes))
+    engines = (*result.prefills, *result.decodes, *result.mixed)
+    sent = sum(len(engine.bodies) for engine in engines)
     booked = sum(
         value for key, value in result.metrics.items() if "baton_worker_requests_total" in key
     )
     assert booked >= sent, f"{sent} requests came, {booked} are booked"
-    for engine in (*result.prefills, *result.decodes):
+    for engine in engines:
         assert engine.running == 0, "an engine works for nobody"
     for got in result.got:
         assert b"127.0.0.1" not in got.body, "an address of a worker was told"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from random import Random
 
 import httpx
@@ -17,7 +17,14 @@ from router.config import Settings
 from router.headers import Headers
 from router.reactor import Reactor
 from router.wires.client import LineTransport, ask
-from router.wires.http import HEAD_BYTES_MAX, LINGER_SECONDS, Pool, Upstream, WorkerChannel
+from router.wires.http import (
+    HEAD_BYTES_MAX,
+    LINGER_SECONDS,
+    STALE_SECONDS,
+    Pool,
+    Upstream,
+    WorkerChannel,
+)
 from router.worker import Fleet, Worker
 from router.workerspec import WorkerSpec
 from tests.memory import MemoryNetwork, MemorySocket, MemoryStream
@@ -541,6 +548,7 @@ class ClosesOnReuse(Script):
 
     parting: bytes = b""
     by_reset: bool = False
+    after_seconds: float = 0.0
 
     async def __call__(self, stream: MemoryStream) -> None:
         self.connections += 1
@@ -549,6 +557,7 @@ class ClosesOnReuse(Script):
         if more := await read_request(stream):
             self.requests.append(more)
             await stream.send_all(self.parting)
+            await trio.sleep(self.after_seconds)
             stream.reset() if self.by_reset else stream.close()
 
 
@@ -576,6 +585,25 @@ async def test_a_reused_connection_that_closes_after_a_byte_is_a_break() -> None
 
         assert asked.told == ["connected", "broken"]
         assert script.connections == 1
+
+
+@pytest.mark.parametrize("by_reset", [False, True])
+@pytest.mark.parametrize(
+    ("after_seconds", "connections"),
+    [(0.5 * STALE_SECONDS, 2), (STALE_SECONDS, 1), (60 * STALE_SECONDS, 1)],
+)
+async def test_a_reused_connection_that_closes_later_was_not_stale(
+    after_seconds: float, connections: int, by_reset: bool, autojump_clock: MockClock
+) -> None:
+    script = ClosesOnReuse(OK)
+    script.by_reset, script.after_seconds = by_reset, after_seconds
+    async with wired(script) as wire:
+        await wire.ask()
+        asked = await wire.ask()
+        await trio.sleep(after_seconds + 1)
+
+        assert asked.told[-1] == ("end" if connections == 2 else "broken")
+        assert script.connections == connections
 
 
 async def test_a_fresh_connection_that_closes_without_a_byte_is_a_break() -> None:
@@ -899,6 +927,25 @@ async def test_httpx_has_the_head_before_the_body_and_may_stop_there() -> None:
         await wait_all_tasks_blocked()
 
         assert script.streams[0].incoming.ended
+        assert wire.open_channels == 0
+
+
+@pytest.mark.parametrize(("bytes_max", "fits"), [(1_000_000, True), (999_999, False), (10, False)])
+async def test_httpx_reads_no_more_than_it_was_told_to(bytes_max: int, fits: bool) -> None:
+    async def engine(stream: MemoryStream) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1_000_000)
+        if fits:
+            stream.close()
+        await trio.sleep_forever()
+
+    async with wired(engine) as wire, client(wire) as http:
+        with nullcontext() if fits else pytest.raises(httpx.RemoteProtocolError):
+            asking = ask(http, "POST", some_worker(), "/", content=b"hi", bytes_max=bytes_max)
+            async with asking as response:
+                assert len(await response.aread()) == 1_000_000
+        await wait_all_tasks_blocked()
+
         assert wire.open_channels == 0
 
 

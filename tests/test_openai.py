@@ -364,7 +364,7 @@ def test_a_killed_engine_names_a_status() -> None:
 def test_a_whole_answer_tells_its_usage() -> None:
     body = {"choices": [{"finish_reason": "stop"}], "usage": {"prompt_tokens": 1}}
 
-    verdict = judge_answer(json.dumps(body).encode())
+    verdict = judge_answer("openai", json.dumps(body).encode())
 
     assert (verdict.lies, verdict.prompt_tokens, verdict.completion_tokens) == (False, 1, None)
 
@@ -373,14 +373,14 @@ def test_a_whole_answer_tells_its_usage() -> None:
 def test_a_whole_answer_may_lie(reasons: list[str]) -> None:
     choices = [{"index": i, "finish_reason": reason} for i, reason in enumerate(reasons)]
 
-    assert judge_answer(json.dumps({"choices": choices}).encode()).lies
+    assert judge_answer("openai", json.dumps({"choices": choices}).encode()).lies
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"x", b"[]", b"null", b"[" * 100_000, b'{"choices":1}', b'{"usage":[]}', b"\xff"]
 )
 def test_a_whole_answer_that_cannot_be_read_is_no_lie(body: bytes) -> None:
-    assert not judge_answer(body).lies
+    assert not judge_answer("openai", body).lies
 
 
 #### events like one before

@@ -19,6 +19,7 @@ from router.pd.shaping import (
     shape_prefill,
     without_handoff,
 )
+from router.width import WIDTH_MAX
 
 ODD = b'{"model" : "m", "temperature":1.0e0,"big":12345678901234567890123, "messages":[{"x":"}"}]}'
 
@@ -48,6 +49,14 @@ def body_of(text: bytes) -> dict[str, object]:
         (b'{"text":"a","sampling_params":{"n":2}}', "generate", 2),
         (b'{"text":["a","b"],"sampling_params":[{"n":2},{"n":2}]}', "generate", 4),
         (b'{"text":"a","n":2}', "generate", 1),
+        (b'{"prompt":[ "a" , "b" ]}', "openai", 2),
+        (b'{"prompt":[]}', "openai", 1),
+        (b'{"prompt":["a\\",\\"b","[c],[d]","\\\\"]}', "openai", 3),
+        (b'{"prompt":[[],[ 1 , 2 ]]}', "openai", 2),
+        (b'{"text":"a","sampling_params":[]}', "generate", 1),
+        (b'{"n":100000000000}', "openai", 100000000000),
+        (b'{"prompt":[' + b'"",' * 9999 + b'""]}', "openai", WIDTH_MAX + 1),
+        (b'{"prompt":[' + b"[1]," * 9999 + b"[1]]}", "openai", WIDTH_MAX + 1),
     ],
 )
 def test_every_item_of_a_request_is_counted(body: bytes, family: str, width: int) -> None:
@@ -204,6 +213,23 @@ def test_a_handoff_joins_the_ids_that_a_continuation_begins_with() -> None:
     shaped = body_of(shape_decode(body, b'{"remote_host":"new"}'))
 
     assert shaped["kv_transfer_params"] == {"prompt_token_ids": [1, 2], "remote_host": "new"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [b"null", b"{}", b"5", b"[1]", b'"x"', b'{"mine":1}', b'{"tp_size":9,"remote_host":"old"}',
+     b'{"do_remote_prefill":false,"do_remote_decode":true}'],
+)  # fmt: skip
+def test_nothing_of_the_clients_gets_into_a_handoff(given: bytes) -> None:
+    told = b'{"remote_host":"new",  "x":1.50}'
+    body = b'{"a":1.0,"kv_transfer_params":' + given + b"}"
+
+    shaped = shape_decode(body, told)
+
+    assert told in shaped
+    assert body_of(shaped) == {"a": 1.0, "kv_transfer_params": {"remote_host": "new", "x": 1.5}}
+    prefill = body_of(shape_prefill(body, is_chat=True))["kv_transfer_params"]
+    assert prefill == body_of(shape_prefill(b"{}", is_chat=True))["kv_transfer_params"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ PURE = (
     "router.sse",
     "router.ticket",
     "router.unpacking",
+    "router.width",
     "router.worker",
     "router.wires.nats.broker",
     "router.wires.nats.entries",

@@ -183,7 +183,7 @@ class PairAttempt:
             is_unsent = self.prefill.leg.upstream is None
             self.prefill.leave(
                 closes=self.orders.is_serial or is_unmatched or is_unsent,
-                lost_decode=self.watch.was_sent and not self.watch.succeeded,
+                lost_decode=not self.watch.succeeded,
             )
 
     def drop(self) -> None:
@@ -231,6 +231,7 @@ class PairAttempt:
         # Decode is not to blame, and prefill's own time is not over: it books its end itself.
         ticket = self.exchange.ticket
         ticket.tried.add(self.choice.prefill.worker)
+        prefill.was_silent = True
         self.exchange.give_up("leg_stalled", Failure(Refusal("first_token_timeout", message)))
 
     # What prefill tells
@@ -242,12 +243,21 @@ class PairAttempt:
                 self._hand_over(verdict.handoff)
             elif self._merging is not None:
                 self._merging.prefill_is_done()
-        elif not self.watch.has_error:
+        elif not self.watch.has_error and not self._ends_well():
             self._fail(verdict)
 
     def on_crash(self, error: Exception) -> None:
         """A bug of ours in what the request made of a prefill's end."""
         self.exchange.on_crash(error)
+
+    def _ends_well(self) -> bool:
+        """An answer without content may be over but for `[DONE]`: a finish is never taken back."""
+        leg = self.exchange.leg
+        if leg is None or leg.state is not LegState.ANSWERING:
+            return False
+        leg.has_rest = True  # of the answer itself nothing is missing
+        leg.has_rest = self.exchange.survives(leg, "completed")
+        return leg.has_rest
 
     def _fail(self, verdict: Verdict) -> None:
         ticket = self.exchange.ticket
@@ -275,7 +285,7 @@ class PairAttempt:
             seconds=around.prefill_seconds,
             handoff=self._handoff_wanted(),
             listener=self.logprobs,
-            drains=orders.reading.width > 1,
+            drains=not orders.is_serial,
         )
         prefill.leg = leg = RankedLeg(
             id=f"{exchange.ticket.id}.{exchange.ticket.attempts}.prefill",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from attrs import define, field
@@ -35,6 +36,8 @@ from router.pd.shaping import (
     without_handoff,
 )
 from router.ticket import Failure, Ticket
+from router.waking import Waker
+from router.width import WIDTH_MAX
 from router.wires.line import Line
 from router.worker import Fleet, Worker
 
@@ -71,6 +74,8 @@ class Pairs:
     cancels_unmatched: bool = field(init=False)
     is_keyed: bool = field(init=False)
     recomputes: bool = field(init=False)
+    _running: int = 0
+    _idle: Waker = field(factory=Waker)
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
@@ -100,7 +105,20 @@ class Pairs:
 
     def spawn(self, task: Callable[[], Awaitable[object]]) -> None:
         """Start a task in the router's nursery."""
-        self.house.spawn(task)
+        self.house.spawn(partial(self._run, task))
+
+    async def wait_idle(self) -> None:
+        """Wait until no prefill is left, those that nobody waits for included. Cancellable."""
+        while self._running:
+            await self._idle.wait()
+
+    async def _run(self, task: Callable[[], Awaitable[object]]) -> None:
+        self._running += 1
+        try:
+            await task()
+        finally:
+            self._running -= 1
+            self._idle.wake()
 
     # Which requests
 
@@ -150,6 +168,10 @@ class Pairs:
         places = Places(choice)
         try:
             orders = self._orders(exchange, choice, continuation)
+            if isinstance(orders, Refusal):
+                places.release(exchange.now)
+                exchange.fire("refused", Failure(orders))
+                return
             PairAttempt(exchange, choice, orders, self, places).begin()
         except Exception:
             places.release(exchange.now)
@@ -157,7 +179,7 @@ class Pairs:
 
     def _orders(
         self, exchange: Exchange, choice: PairChoice, continuation: Continuation | None
-    ) -> Orders:
+    ) -> Orders | Refusal:
         moving, target, body = exchange.ticket.moving, exchange.call.target, exchange.call.body
         if moving is not None and continuation is not None:
             moving.go_on(choice.worker, continuation)
@@ -167,6 +189,10 @@ class Pairs:
         reading = read(body, exchange.route.family)
         if self.pairing.protocol_of(choice.prefill.worker) == NIXL:
             return _serial(target, body, reading, is_chat=exchange.route.label == "chat")
+        if reading.width > WIDTH_MAX:
+            # Each would have a room: `"n": 1000000` in 40 bytes must not become megabytes here.
+            message = f"At most {WIDTH_MAX} generations (prompts times n) may be asked for at once."
+            return Refusal("bad_request", message, param="n")
         return self._at_once(choice, target, body, reading)
 
     def _at_once(self, choice: PairChoice, target: bytes, body: bytes, reading: Reading) -> Orders:

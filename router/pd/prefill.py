@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 import trio
 
+from router.clocks import ERROR_BODY_SECONDS
 from router.errors import Refusal
 from router.headers import Headers
 from router.legs import Leg
@@ -22,8 +23,10 @@ from router.pd.verdict import (
     Listener,
     Reading,
     Verdict,
+    is_good,
     prefill_failed,
     reading_of,
+    verdict_without_body,
 )
 from router.reactor import Reactor
 from router.ticket import Failure
@@ -32,10 +35,11 @@ from router.waking import Waker
 _log = structlog.get_logger("baton")
 
 
-#: What an engine says of a prefill whose decode has gone: SGLang 0.5.23 fails it with a 500 as soon
-#: as decode is aborted. That is no fault of the worker's, or three clients that leave early would
-#: open its breaker.
-_OF_A_LOST_DECODE = frozenset({"erred", "lied"})
+#: What becomes of a prefill whose decode has gone: SGLang 0.5.23 fails it with a 500 as soon as
+#: decode is aborted, and waits up to 300 s for one that never came. That is no fault of the
+#: worker's, or three clients that leave early would open its breaker.
+_OF_A_LOST_DECODE = frozenset({"erred", "lied", "stalled"})
+_CONSEQUENCE = Verdict("let_go")
 
 
 class Waiting(Protocol):
@@ -61,6 +65,7 @@ class Prefill:
     __slots__ = (
         "_bug",
         "_counter",
+        "_error",
         "_family",
         "_handoff",
         "_held",
@@ -74,6 +79,7 @@ class Prefill:
         "_waker",
         "drains",
         "leg",
+        "was_silent",
     )
 
     leg: Leg
@@ -97,9 +103,14 @@ class Prefill:
         self._seconds = seconds
         self._handoff = handoff
         self._listener = listener
-        #: Several items in one answer: the failure of one must not cut off the others.
+        #: Its engine is not to be interrupted, also where one failure inside its answer is known.
         self.drains = drains
+        #: It was the silence of both that has ended the attempt: if it lasts, it is no consequence.
+        self.was_silent = False
         self._reading: Reading | None = None
+        #: The head of an error, whose body has until then to come.
+        self._error: tuple[float, int, Headers] | None = None
+        #: Known and told; the rest of the answer is still to be read.
         self._held: Verdict | None = None
         #: Who is being told how it ended; a bug in there is theirs to hear of.
         self._telling: Waiting | None = None
@@ -112,18 +123,30 @@ class Prefill:
     async def live(self) -> None:
         """Wait for the end of the leg, or end it: by its own deadline, or with the router."""
         try:
-            with trio.move_on_after(self._seconds):
-                while self.leg.is_open:
-                    await self._waker.wait()
+            await self._wait_end()
             if self.leg.is_open:
                 self._reactor.turn()  # what has arrived by now beats the deadline
-            if self.leg.is_open:
+            if self.leg.is_open and self._error is not None:
+                _, status, headers = self._error
+                self._conclude(verdict_without_body(status, headers))
+            elif self.leg.is_open:
                 message = f"No prefill in {self._seconds:g} s."
                 self.lose("stalled", Refusal("request_timeout", message))
             if self._bug is not None:
                 raise self._bug
         finally:
             self.leg.let_go("aborted")
+
+    async def _wait_end(self) -> None:
+        """Wait until the leg is over, or has no more time."""
+        until = trio.current_time() + self._seconds
+        while self.leg.is_open:
+            if self._error is not None:
+                until = min(until, self._error[0])
+            with trio.move_on_at(until) as scope:
+                await self._waker.wait()
+            if scope.cancelled_caught:
+                return
 
     def leave(self, *, closes: bool, lost_decode: bool) -> None:
         """The attempt is over. The leg runs on by itself, unless it has nothing to protect."""
@@ -135,13 +158,16 @@ class Prefill:
 
     def lose(self, reason: str, refusal: Refusal) -> None:
         """It is known from elsewhere that nothing will come of it."""
-        self._conclude(Verdict("stalled", reason, Failure(refusal)))
+        self._conclude(self._held or Verdict("stalled", reason, Failure(refusal)))
 
     # What the leg tells
 
     def on_leg_head(self, leg: Leg, status: int, headers: Headers) -> None:
         self._reading = reading_of(status, headers, self._family, self._handoff, self._listener)
         leg.on_body = self._feed
+        if not is_good(status):
+            self._error = self._reactor.now + ERROR_BODY_SECONDS, status, headers
+            self._waker.wake()
 
     def on_leg_end(self, leg: Leg) -> None:
         assert self._reading is not None
@@ -204,23 +230,31 @@ class Prefill:
         verdict = self._reading.feed(data)
         if verdict is None:
             return
-        if self.drains:
-            self._held = verdict
-            self._tell(verdict)
-        else:
+        if not self.drains:
             self._conclude(verdict)
+            return
+        self._held = verdict = self._blamed(verdict)
+        if verdict is not _CONSEQUENCE:
+            self._tell(verdict)
 
     def _conclude(self, verdict: Verdict) -> None:
         """The leg's own end first, then its attempt."""
-        is_followed = self._lost_decode and verdict is not self._held
-        if is_followed and verdict.fact in _OF_A_LOST_DECODE:
+        is_told = verdict is self._held
+        if not is_told:
+            verdict = self._blamed(verdict)
+        if verdict is _CONSEQUENCE:
             self.leg.let_go("aborted")
-            self._waker.wake()
-            return
-        self.leg.fire(verdict.fact)
+        else:
+            self.leg.fire(verdict.fact)
         self._waker.wake()
-        if verdict is not self._held:
+        if verdict is not _CONSEQUENCE and not is_told:
             self._tell(verdict)
+
+    def _blamed(self, verdict: Verdict) -> Verdict:
+        """The same, unless it follows from what became of decode."""
+        is_own = self.was_silent and verdict.fact == "stalled"
+        is_consequence = self._lost_decode and verdict.fact in _OF_A_LOST_DECODE and not is_own
+        return _CONSEQUENCE if is_consequence else verdict
 
     def _tell(self, verdict: Verdict) -> None:
         if verdict.fact != "completed":

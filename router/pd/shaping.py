@@ -14,6 +14,7 @@ import msgspec
 from attrs import frozen
 
 from router.migration.splice import edit, read_members
+from router.width import prompts_in
 
 #: The engine keeps a room as a signed 64-bit number: with the top bit set it would wrap.
 ROOM_BITS = 63
@@ -26,6 +27,7 @@ _REMOTE_DECODE = {
     "remote_host": b"null",
     "remote_port": b"null",
 }
+_PROMPT_IDS = "prompt_token_ids"
 _ENCODE = msgspec.json.Encoder().encode
 _NOTHING = msgspec.Raw(b"null")
 
@@ -44,9 +46,15 @@ class _Asked(msgspec.Struct, gc=False):
     return_logprob: bool | None = None
 
 
+class _OfFirst(msgspec.Struct, array_like=True, gc=False):
+    """A list of which only the first is read: no objects for the others."""
+
+    first: _Samples | None = None
+
+
 _ASKED = msgspec.json.Decoder(_Asked)
-_SAMPLES = msgspec.json.Decoder(_Samples | list[_Samples] | None)
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_SAMPLES = msgspec.json.Decoder(_Samples | None)
+_SAMPLES_OF_FIRST = msgspec.json.Decoder(_OfFirst)
 
 
 @frozen
@@ -76,7 +84,7 @@ def read(body: bytes, family: str) -> Reading:
         if family == "generate":
             samples = _samples_of(asked.sampling_params)
         fields = (asked.text, asked.input_ids) if family == "generate" else (asked.prompt,)
-        prompts = max(map(_prompts_in, fields))
+        prompts = max(map(prompts_in, fields))
     except (msgspec.DecodeError, RecursionError):
         return Reading(is_readable=False)
     return Reading(
@@ -88,19 +96,11 @@ def read(body: bytes, family: str) -> Reading:
 
 
 def _samples_of(sampling_params: msgspec.Raw) -> int | None:
-    found = _SAMPLES.decode(sampling_params)
-    if isinstance(found, list):
-        found = found[0] if found else None
+    if bytes(sampling_params).startswith(b"["):
+        found = _SAMPLES_OF_FIRST.decode(sampling_params).first
+    else:
+        found = _SAMPLES.decode(sampling_params)
     return None if found is None else found.n
-
-
-def _prompts_in(field: msgspec.Raw) -> int:
-    """A list of texts or of lists of ids is several prompts; a list of ids is one."""
-    if not bytes(field).startswith(b"["):
-        return 1
-    items = _LIST.decode(field)
-    is_several = bool(items) and bytes(items[0])[:1] in (b'"', b"[")
-    return len(items) if is_several else 1
 
 
 #### sglang-bootstrap
@@ -186,24 +186,28 @@ def shape_prefill(body: bytes, *, is_chat: bool) -> bytes:
     changes[cap] = b"1"
     if other in members:
         changes[other] = None
-    changes["kv_transfer_params"] = _merge(members.get("kv_transfer_params"), _REMOTE_DECODE)
+    changes["kv_transfer_params"] = edit(b"{}", _REMOTE_DECODE | _prompt_in(members))
     return edit(body, changes)
 
 
 def shape_decode(body: bytes, handoff: bytes) -> bytes:
-    """The body for the decode that takes this hand-off, whose members go on verbatim."""
-    members = read_members(body) or {}
+    """The body for the decode that takes this hand-off, which goes on verbatim."""
+    if b"kv_transfer_params" in body and (prompt := _prompt_in(read_members(body) or {})):
+        handoff = put(handoff, prompt)
+    return put(body, {"kv_transfer_params": handoff})
+
+
+def _prompt_in(members: Mapping[str, msgspec.Raw]) -> dict[str, bytes]:
+    """What else the body's `kv_transfer_params` may tell both legs: the prompt as ids.
+
+    vLLM 0.32 reads them there in chat, where a continuation puts them, too. Whatever else a client
+    writes is no part of a hand-off: decode would take it for one of prefill's words.
+    """
     given = members.get("kv_transfer_params")
-    if given is None or bytes(given) == b"null":
-        return put(body, {"kv_transfer_params": handoff})
-    parts = {name: bytes(value) for name, value in (read_members(handoff) or {}).items()}
-    return edit(body, {"kv_transfer_params": _merge(given, parts)})
-
-
-def _merge(given: msgspec.Raw | None, parts: Mapping[str, bytes]) -> bytes:
-    """An object of the client's (token ids to go on from, say) with members set."""
-    own = b"{}" if given is None or not bytes(given).startswith(b"{") else bytes(given)
-    return edit(own, parts)
+    if given is None or not bytes(given).startswith(b"{"):
+        return {}
+    ids = (read_members(bytes(given)) or {}).get(_PROMPT_IDS)
+    return {} if ids is None else {_PROMPT_IDS: bytes(ids)}
 
 
 def without_handoff(body: bytes) -> bytes:

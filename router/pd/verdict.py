@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import msgspec
 from attrs import frozen
 
 from router.errors import Refusal, nest_error
 from router.headers import Headers, find
-from router.openai import Judge, Sign, judge_whole
+from router.openai import Judge, Sign
 from router.pd.shaping import handoff_of
 from router.sse import EventReader, EventTooLarge, data_of
 from router.ticket import Answer, Failure
@@ -26,6 +27,7 @@ EVENT_BYTES_MAX = 1024 * 1024
 #: Whether a prefill's answer has to hold what decode takes over.
 Handoff = Literal["none", "optional", "required"]
 _BUSY = frozenset({429, 503})
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _JSON: Headers = [(b"content-type", b"application/json")]
 
 
@@ -65,18 +67,33 @@ def reading_of(
     status: int, headers: Headers, family: str, handoff: Handoff, listener: Listener | None
 ) -> Reading:
     """How an answer with this head is read."""
-    if not 200 <= status < 300:
+    if not is_good(status):
         return _ErrorReading(status, headers)
     kind = find(headers, b"content-type") or b""
     encoding = (find(headers, b"content-encoding") or b"identity").lower()
-    if kind.startswith(b"text/event-stream") and encoding == b"identity":
+    is_plain = encoding == b"identity"
+    if kind.startswith(b"text/event-stream") and is_plain:
         return _EventsReading(family, listener)
-    return _WholeReading(family, handoff, listener)
+    return _WholeReading(family, handoff, listener, is_plain=is_plain)
+
+
+def is_good(status: int) -> bool:
+    """Whether what follows a head with this status is an answer, and no error."""
+    return 200 <= status < 300
+
+
+def verdict_without_body(status: int, headers: Headers) -> Verdict:
+    """The verdict of an error whose body does not come, or has no end."""
+    return _judged(Answer.without_body(status, headers), "status")
 
 
 def prefill_failed(answer: Answer | None = None) -> Failure:
     """The prefill failed by its worker's fault, or with an answer that is the client's."""
     return Failure(Refusal("prefill_failed", "The prefill of this request failed."), answer=answer)
+
+
+#: A 2xx that answers nothing: whoever computed a prompt has something to say of it.
+EMPTY = Verdict("lied", "empty", prefill_failed())
 
 
 def _judged(answer: Answer, reason: str) -> Verdict:
@@ -118,7 +135,7 @@ class _ErrorReading:
 
     def feed(self, data: bytes) -> Verdict | None:
         self._kept.feed(data)
-        return None if self._kept.is_whole else Verdict("erred", "status", prefill_failed())
+        return None if self._kept.is_whole else verdict_without_body(self._status, self._headers)
 
     def end(self) -> Verdict:
         return _judged(Answer(self._status, self._headers, b"".join(self._kept.pieces)), "status")
@@ -132,12 +149,15 @@ class _EventsReading:
         self._listener = listener
         self._bytes_max = EVENT_BYTES_MAX if listener is None else KEPT_BYTES_MAX
         self._reader = EventReader(self._bytes_max)
+        #: Something was said, if only in an event too large to be read.
+        self._has_data = False
 
     def feed(self, data: bytes) -> Verdict | None:
         try:
             events = self._reader.feed(data)
         except EventTooLarge:
             self._reader = EventReader(self._bytes_max)
+            self._has_data = True
             return None
         for event in events:
             if (verdict := self._read(event)) is not None:
@@ -146,7 +166,8 @@ class _EventsReading:
 
     def end(self) -> Verdict:
         rest = self._reader.take_rest()
-        return (self._read(rest + b"\n\n") if rest else None) or GOOD
+        verdict = self._read(rest + b"\n\n") if rest else None
+        return verdict or (GOOD if self._has_data else EMPTY)
 
     def _read(self, event: bytes) -> Verdict | None:
         judge = self._judge
@@ -157,6 +178,8 @@ class _EventsReading:
         # `[DONE]` without a finish is a lie of decode's only: nothing hangs on prefill's.
         if sign is Sign.LIE and not judge.done:
             return Verdict("lied", "gave_up", prefill_failed())
+        if sign is not Sign.COMMENT and not judge.done:
+            self._has_data = True
         if self._listener is not None and (data := data_of(event)) is not None:
             self._listener.read(data)
         return None
@@ -165,7 +188,10 @@ class _EventsReading:
 class _WholeReading:
     """A whole answer, kept for what is taken over from it."""
 
-    def __init__(self, family: str, handoff: Handoff, listener: Listener | None) -> None:
+    def __init__(
+        self, family: str, handoff: Handoff, listener: Listener | None, *, is_plain: bool
+    ) -> None:
+        self._is_plain = is_plain
         self._family = family
         self._handoff = handoff
         self._listener = listener
@@ -177,12 +203,16 @@ class _WholeReading:
 
     def end(self) -> Verdict:
         body = b"".join(self._kept.pieces)
-        found = judge_whole(self._family, body)
+        found = _judge_whole(self._family, body)
         if found.error_status:
             answer = Answer(found.error_status, _JSON, nest_error(found.error_body))
             return _judged(answer, "error_event")
         if found.lies:
             return Verdict("lied", "gave_up", prefill_failed())
+        if self._handoff == "none" and not found.is_answer and self._is_judged():
+            # Events that do not say so, or nothing that an engine would answer.
+            events = _EventsReading(self._family, self._listener)
+            return events.feed(body) or events.end()
         if self._listener is not None:
             self._listener.read(body)
         if self._handoff == "none":
@@ -191,3 +221,39 @@ class _WholeReading:
         if handoff is None and self._handoff == "required":
             return Verdict("lied", "no_handoff", prefill_failed())
         return Verdict("completed", handoff=handoff)
+
+    def _is_judged(self) -> bool:
+        """The whole answer is there as it was meant; what is packed is there if anything is."""
+        return self._kept.is_whole and (self._is_plain or not self._kept.size)
+
+
+class _Found(msgspec.Struct):
+    """What a whole answer says that nobody is going to read."""
+
+    lies: bool = False
+    #: It is an object, or a list of them, as every answer of an engine is.
+    is_answer: bool = False
+    #: Of an error inside a 2xx; 0 where there is none.
+    error_status: int = 0
+    error_body: bytes = b""
+
+
+def _judge_whole(family: str, body: bytes) -> _Found:
+    """Whether an engine gave up, or reports an error, inside a whole 2xx answer.
+
+    SGLang's `/generate` answers a batch with a list.
+    """
+    try:
+        compact = msgspec.json.format(body, indent=-1)
+        items = _LIST.decode(compact) if compact.startswith(b"[") else [msgspec.Raw(compact)]
+    except (msgspec.DecodeError, RecursionError):
+        return _Found()
+    is_answer = bool(items) and all(bytes(item).startswith(b"{") for item in items)
+    for item in items:
+        judge = Judge(family)
+        sign = judge.read(b"data: %b\n\n" % bytes(item))
+        if sign is Sign.ERROR:
+            return _Found(error_status=judge.error_status, error_body=judge.error_body)
+        if sign is Sign.LIE:
+            return _Found(lies=True)
+    return _Found(is_answer=is_answer)

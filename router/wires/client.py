@@ -22,8 +22,9 @@ from router.worker import Worker
 
 #: Unread bytes of an answer beyond which its worker is not read any further.
 UNREAD_BYTES_HIGH = 256 * 1024
-#: Where a request's extensions name its worker.
+#: Where a request's extensions name its worker, and the largest body of its answer.
 WORKER = "worker"
+BYTES_MAX = "bytes_max"
 
 
 class WireAway(httpx.TransportError):
@@ -35,6 +36,8 @@ class _Inbox(httpx.AsyncByteStream):
 
     def __init__(self, request: httpx.Request) -> None:
         self.request = request
+        self._bytes_max: float = request.extensions.get(BYTES_MAX, float("inf"))
+        self._bytes = 0
         self.upstream: Sent | None = None
         self.status = 0
         self.headers: Headers = []
@@ -56,7 +59,11 @@ class _Inbox(httpx.AsyncByteStream):
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)
         self._unread += len(data)
-        if self._unread > UNREAD_BYTES_HIGH and self.upstream is not None:
+        self._bytes += len(data)
+        if self._bytes > self._bytes_max:
+            message = f"an answer of more than {self._bytes_max:g} bytes"
+            self._fail(httpx.RemoteProtocolError(message, request=self.request))
+        elif self._unread > UNREAD_BYTES_HIGH and self.upstream is not None:
             self.upstream.pause()
         self._waker.wake()
 
@@ -103,10 +110,10 @@ class _Inbox(httpx.AsyncByteStream):
                 piece = self._pieces.popleft()
                 self._unread -= len(piece)
                 yield piece
-            if self._ended:
-                return
             if self._error is not None:
                 raise self._error
+            if self._ended:
+                return
             if self.upstream is not None:
                 self.upstream.resume()
             await self._wait()
@@ -130,11 +137,13 @@ def ask(
     path: str,
     *,
     content: bytes | None = None,
+    bytes_max: float = float("inf"),
     headers: Mapping[bytes, bytes] = MappingProxyType({}),
 ) -> AbstractAsyncContextManager[httpx.Response]:
     """A request to one worker, through a client over `LineTransport`; raises its errors.
 
-    `path` is below the worker's base path. The answer is read by whoever enters the context.
+    `path` is below the worker's base path. The answer is read by whoever enters the context; one
+    that is larger than `bytes_max` is an error of the worker's.
     """
     headers = {b"accept-encoding": b"identity", **headers}
     if content is not None:
@@ -144,7 +153,7 @@ def ask(
         f"http://worker{path}",
         headers=headers,
         content=content,
-        extensions={WORKER: worker},
+        extensions={WORKER: worker, BYTES_MAX: bytes_max},
     )
 
 

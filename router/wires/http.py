@@ -6,8 +6,8 @@ framing, is a break and never an exception: a bad status line, a bad chunk size,
 bytes after the end.
 
 Idle connections live shorter than the engines keep theirs (uvicorn: 5 s), are looked at before
-reuse, and one that closes without having answered a byte is replaced once by a fresh one: the
-worker closed it as idle in the very moment of reuse, which is nobody's failure (smg PR #2162,
+reuse, and one that closes at once without having answered a byte is replaced once by a fresh one:
+the worker closed it as idle in the very moment of reuse, which is nobody's failure (smg PR #2162,
 sglang #20851).
 """
 
@@ -25,6 +25,9 @@ from router.wires.line import Answered, never
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
+#: A stale connection is known within a round trip. One that closes later had brought the request to
+#: the worker: a second copy would use its hand-off or its rooms twice, and hide a broken worker.
+STALE_SECONDS = 1.0
 #: The sizes of small chunks as servers write them. Looked up, as `int` takes more for a number.
 _SIZES = {b"%x" % size: size for size in range(1, 4096)}
 #: Largest head of an answer.
@@ -97,6 +100,7 @@ class WorkerChannel(Channel):
         "leaving_since",
         "pool",
         "reused",
+        "started_at",
         "status",
         "told_last",
         "upstream",
@@ -109,6 +113,7 @@ class WorkerChannel(Channel):
         self.idle_since: float | None = None
         self.leaving_since: float | None = None
         self.reused = False
+        self.started_at = 0.0
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         #: Who was told how it ended, or has left; a crash in there is theirs to hear of.
@@ -121,6 +126,7 @@ class WorkerChannel(Channel):
         assert upstream.request is not None
         self.upstream, self.told_last = upstream, None
         upstream.channel = self
+        self.started_at = self.reactor.now
         self.rank = self.pool.rank
         self.send(upstream.request)
 
@@ -201,7 +207,7 @@ class WorkerChannel(Channel):
             self.complete = True
             self._deliver(None)
         else:
-            self._break("the worker closed the connection", stale=self.bytes_in == 0)
+            self._break("the worker closed the connection")
 
     def lost(self, error: OSError) -> None:
         if self.idle_since is not None:
@@ -209,7 +215,7 @@ class WorkerChannel(Channel):
         elif self.connect_until is not None:
             self._break(f"no connection: {error}", connecting=True)
         else:
-            self._break(f"connection lost: {error}", stale=self.bytes_in == 0)
+            self._break(f"connection lost: {error}")
 
     def closed(self) -> None:
         if self.leaving_since is not None:
@@ -325,14 +331,15 @@ class WorkerChannel(Channel):
             upstream.answered.on_end()
         self.told_last = None
 
-    def _break(self, detail: str, *, connecting: bool = False, stale: bool = False) -> None:
+    def _break(self, detail: str, *, connecting: bool = False) -> None:
         upstream, self.upstream = self.upstream, None
+        is_stale = self.reused and self.bytes_in == 0
         self.close()
         if upstream is None:
             return
         upstream.channel = None
         self.told_last = upstream
-        if stale and self.reused and upstream.request is not None:
+        if is_stale and self.reactor.now - self.started_at < STALE_SECONDS:
             upstream.pool.start_fresh(upstream)
         else:
             upstream.answered.on_broken(detail, connecting=connecting)

@@ -54,7 +54,7 @@ def test_a_whole_answer_has_both_lists(prefill_at: int) -> None:
     assert result.one.ended_at == max(prefill_at, 2)
 
 
-@pytest.mark.parametrize("prefill", ["empty@1", "json@1", "head@1,end@1", "head@1,done@3"])
+@pytest.mark.parametrize("prefill", ["json@1", "head@1,token@1,end@1", "head@1,done@3"])
 @STREAMED
 def test_a_prefill_that_tells_nothing_changes_nothing(prefill: str, stream: bool) -> None:
     decode = "head@2,gen:c@2,gendone:c@2" if stream else "genjson:c@2"

@@ -138,18 +138,18 @@ def test_a_whole_answer_is_complete_or_prefills_failure(failure: str, at: float)
 
 @pytest.mark.parametrize("error", ["400", "429", "500", "503"])
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("at", [0.5, 1.0, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("at", [0.5, 1.0, 1.5, 1.75, 2.5])
 @pytest.mark.parametrize("stream", [True, False])
 def test_whoever_fails_first_is_told_and_both_are_booked(
     error: str, failure: str, at: float, stream: bool
 ) -> None:
-    # Decode's error has its head at 1 and its last bytes at 2.
-    decode = f"errorhead:{error}@1,errorrest:{error}@2"
+    # Decode's error has its head at 1 and its last bytes at 1.75.
+    decode = f"errorhead:{error}@1,errorrest:{error}@1.75"
     result = run(f"{failure}@{at}", decode, Client(stream=stream))
 
     status, code = FAILURES[failure] if at <= 1 else (int(error), int(error))
     assert (result.one.status, result.one.code) == (status, code)
-    is_blamed = failure != "500" or at <= 2
+    is_blamed = failure != "500" or at <= 1.75
     assert result.rows("p0") == [ROWS[failure] if is_blamed else "cancelled"]
     assert len(result.d.aborts) == (at <= 1)
     if at > 1:

@@ -86,6 +86,11 @@ PREFILL_FAILS = {
     "B5 with a 4xx": failure("head@1,error:413@1", 413, "", "client_error"),
     "B5 abort finish": failure("head@1,token@1,abort@1", 502, "prefill_failed", "error"),
     "B5 whole abort": failure("jsonabort@1", 502, "prefill_failed", "error"),
+    "B7 no body": failure("empty@1", 502, "prefill_failed", "error"),
+    "B7 204": failure("204@1", 502, "prefill_failed", "error"),
+    "B7 no event": failure("head@1,end@1", 502, "prefill_failed", "error"),
+    "B7 comments only": failure("head@1,ping@1,end@1", 502, "prefill_failed", "error"),
+    "B7 no JSON": failure("text@1", 502, "prefill_failed", "error"),
 }
 
 
@@ -340,9 +345,9 @@ def test_d3_prefill_fails_while_decode_writes_a_whole_answer(name: str) -> None:
 
 
 @STREAMED
-@pytest.mark.parametrize("prefill", ["400@2", "500@2", "cut@2", "head@2,error@2"])
+@pytest.mark.parametrize("prefill", ["400@1.5", "500@1.5", "cut@1.5", "head@1.5,error@1.5"])
 def test_d4_prefill_fails_while_decodes_error_comes(prefill: str, stream: bool) -> None:
-    result = run(prefill, "errorhead:500@1,errorrest:500@3", Client(stream=stream))
+    result = run(prefill, "errorhead:500@1,errorrest:500@1.75", Client(stream=stream))
 
     assert (result.one.status, result.one.json) == (500, error_body(500))
     assert result.rows("d0") == ["error"]
@@ -463,7 +468,9 @@ def test_g2_the_deadline_in_mid_stream() -> None:
 
 
 @STREAMED
-@pytest.mark.parametrize("prefill", [DONE, "json@1", "head@9,token@9,done@9", "head@1,end@9"])
+@pytest.mark.parametrize(
+    "prefill", [DONE, "json@1", "head@9,token@9,done@9", "head@1,token@1,end@9"]
+)
 def test_both_are_fine(prefill: str, stream: bool) -> None:
     decode = "head@4,token@4,done@4" if stream else "json@4"
 
