@@ -28,6 +28,7 @@ pytestmark = pytest.mark.real
 
 READY_SECONDS = 60.0
 LONG_TOKENS = 700
+LEARNED_SECONDS = 3.0
 WINDOW_SECONDS = 20.0
 """Of a drain at most: a window of a second, the consumer, and a slow machine."""
 BODIES: dict[str, tuple[str, Object]] = {
@@ -74,8 +75,16 @@ class Cluster:
         return self.state(worker) == "ready"
 
     def state(self, worker: str) -> str | None:
+        row = self._row(worker)
+        return None if row is None else str(row["state"])
+
+    def inflight(self, worker: str) -> bool:
+        row = self._row(worker)
+        return row is not None and bool(row["inflight"])
+
+    def _row(self, worker: str) -> Object | None:
         listed = json.loads(get(self.router, "/v1/workers").body)["workers"]
-        return next((each["state"] for each in listed if each["id"] == worker), None)
+        return next((each for each in listed if each["id"] == worker), None)
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -129,14 +138,18 @@ def test_a_client_that_leaves_frees_the_engine(cluster: Cluster) -> None:
 @pytest.mark.parametrize("how", ["drained", "killed"])
 def test_a_stream_goes_on_when_its_agent_goes(cluster: Cluster, how: str) -> None:
     right = post(cluster.engines[0].port, TEXT, {**LONG, "stream": True})
-    with cluster.agent(0, "--drain-timeout-secs", "1") as first:
+    window = ("--drain-timeout-secs", "1")
+    with cluster.agent(0, *window) as first, cluster.agent(1, *window) as second:
+        # An entry in the registry is enough to be ready; that tokens are the same is learned later.
+        time.sleep(LEARNED_SECONDS)
         with asked(cluster.router, "POST", TEXT, _streamed(LONG)) as response:
             before = _read_content(response.read1)
-            with cluster.agent(1), ThreadPoolExecutor(1) as clients:
+            serving = first if cluster.inflight("w0") else second
+            with ThreadPoolExecutor(1) as clients:
                 reading = clients.submit(read, response)
                 begun = time.perf_counter()
-                os.kill(first.process.pid, signal.SIGTERM if how == "drained" else signal.SIGKILL)
-                assert wait_until(lambda: first.process.poll() is not None, WINDOW_SECONDS)
+                os.kill(serving.process.pid, signal.SIGTERM if how == "drained" else signal.SIGKILL)
+                assert wait_until(lambda: serving.process.poll() is not None, WINDOW_SECONDS)
                 took = time.perf_counter() - begun
                 rest = reading.result()
 
@@ -149,7 +162,8 @@ def test_a_stream_goes_on_when_its_agent_goes(cluster: Cluster, how: str) -> Non
     reason = "worker_draining" if how == "drained" else "stream_broken"
     assert re.search(rf'baton_migrations_total{{[^}}]*reason="(?:{reason})"[^}}]*}} [1-9]', moved)
     if how == "drained":
-        assert wait_until(lambda: cluster.engines[0].running() == 0, 5)
+        for engine in cluster.engines:
+            assert wait_until(lambda engine=engine: engine.running() == 0, 5)
 
 
 def _streamed(body: Object) -> bytes:
