@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from attrs import define, frozen
@@ -163,7 +164,11 @@ def test_a_stream_goes_on_when_its_agent_goes(cluster: Cluster, how: str) -> Non
     assert re.search(rf'baton_migrations_total{{[^}}]*reason="(?:{reason})"[^}}]*}} [1-9]', moved)
     if how == "drained":
         for engine in cluster.engines:
-            assert wait_until(lambda engine=engine: engine.running() == 0, 5)
+            assert wait_until(partial(_is_idle, engine), 5)
+
+
+def _is_idle(engine: Engine) -> bool:
+    return engine.running() == 0
 
 
 def _streamed(body: Object) -> bytes:
