@@ -375,8 +375,11 @@ class NatsSent:
 
     def _tell_refusal(self, status: int) -> None:
         """The agent itself has refused it. What it says is for the log: it may hold addresses."""
-        code = "queue_full" if status in (429, 503) else "bad_request"
-        body = Refusal(code, "The worker does not take this request.").body()
+        message = "The worker does not take this request."
+        if status in (429, 503):
+            body = Refusal("queue_full", message).body()
+        else:
+            body = Refusal("bad_request", message).body()
         assert self.answered is not None
         self.answered.on_head(status, [(b"content-type", b"application/json")])
         if self.answered is not None:
