@@ -10,6 +10,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
+from secrets import token_hex
 
 import httpx
 import structlog
@@ -48,6 +49,8 @@ class Agent:
     network: Network
     logs: Logs
     broker: Broker
+    #: Names this process among all that ever had its worker's id.
+    instance: str = field(init=False, factory=lambda: token_hex(4))
     names: Names = field(init=False)
     fleet: Fleet = field(init=False)
     worker: Worker = field(init=False)
@@ -72,7 +75,12 @@ class Agent:
         self.line = self._make_pool(self.worker)
         worker_id = self.worker.id
         self.intake = Intake(
-            self.broker, self.names, worker_id, self, settings.nats_req_max_pending
+            self.broker,
+            self.names,
+            worker_id,
+            self,
+            settings.nats_req_max_pending,
+            self.instance,
         )
         self.registration = Registration(
             self.broker, self.names, self.worker, agent_version(), lambda: len(self.intake.open)

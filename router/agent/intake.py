@@ -55,6 +55,8 @@ class Intake:
     beside: Beside
     #: Above 0, requests come out of the work queue.
     max_pending: int
+    #: Names this process in its frames.
+    instance: str
     open: dict[str, Proxied] = field(init=False, factory=dict)
     emptied: trio.Event = field(init=False, factory=trio.Event)
     last_frames: LastFrames = field(init=False)
@@ -195,7 +197,9 @@ class Intake:
             if job is not None:
                 job.ack()
             return
-        replies = Replies(self.broker, inbox, accepted(message.headers), self.last_frames)
+        replies = Replies(
+            self.broker, inbox, accepted(message.headers), self.last_frames, self.instance
+        )
         proxied = self.open[inbox] = Proxied(self.beside, replies, job, inbox)
         if self.cancelled.take(inbox, now):
             self._guard(proxied, proxied.cancel)

@@ -90,6 +90,8 @@ class Replies:
     #: The kinds of frames beyond Infera's that its router understands.
     accepts: frozenset[str]
     last_frames: LastFrames
+    #: The agent's instance, in every frame: a router hears one of two agents with one id.
+    sender: str = ""
     _seq: int = 0
 
     @property
@@ -100,36 +102,39 @@ class Replies:
     def head(self, status: int, headers: Headers) -> None:
         """Status and headers, for a router that asked to have them early; raises Clogged."""
         if HEAD in self.accepts:
-            self._publish(b"", head_headers(self._seq, status, headers))
+            self._publish(b"", head_headers(self._seq, status, headers, sender=self.sender))
 
     def data(self, data: bytes) -> None:
         """A piece of the engine's answer; raises Clogged."""
         limit = max(self.broker.max_payload - HEADER_BYTES, 1)
         if len(data) <= limit:
-            self._publish(data, frame_headers(DATA, self._seq))
+            self._publish(data, self._headers(DATA, self._seq))
             return
         for start in range(0, len(data), limit):
-            self._publish(data[start : start + limit], frame_headers(DATA, self._seq))
+            self._publish(data[start : start + limit], self._headers(DATA, self._seq))
 
     def heartbeat(self) -> None:
         """Still here; one that cannot go out is no loss."""
         try:
-            self._publish(b"", frame_headers(HEARTBEAT, self._seq))
+            self._publish(b"", self._headers(HEARTBEAT, self._seq))
         except Clogged:
             pass
 
     def done(self, status: int) -> None:
         """The last frame of a whole answer; raises Clogged."""
-        self._publish(b"", frame_headers(DONE, self._seq, status))
+        self._publish(b"", self._headers(DONE, self._seq, status))
 
     def error(self, text: str, status: int) -> None:
         """The last frame of a request that failed; waits for the broker if it must."""
         payload = text[:TEXT_CHARS_MAX].encode(errors="replace")
-        self.last_frames.send(self.inbox, payload, frame_headers(ERROR, self._seq, status))
+        self.last_frames.send(self.inbox, payload, self._headers(ERROR, self._seq, status))
 
     def notice(self) -> None:
         """The last frame of a request that is handed back; waits for the broker if it must."""
-        self.last_frames.send(self.inbox, DRAIN_NOTICE, frame_headers(ERROR, self._seq))
+        self.last_frames.send(self.inbox, DRAIN_NOTICE, self._headers(ERROR, self._seq))
+
+    def _headers(self, kind: str, seq: int, status: int | None = None) -> dict[str, str]:
+        return frame_headers(kind, seq, status, sender=self.sender)
 
     def _publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
         try:

@@ -24,6 +24,9 @@ from router.headers import Headers
 TYPE = "rs-type"
 #: The frame's number from 0, without a gap (Baton).
 SEQ = "rs-seq"
+#: Who sends it: a name of this one process, so that of two agents with one id, which both answer,
+#: only one is heard (Baton).
+FROM = "rs-from"
 #: The engine's HTTP status: on `done`, and on Baton's `head` and `error`.
 STATUS = "rs-status"
 #: Where replies go, if the request's reply field is taken (JetStream puts its ack subject there).
@@ -101,17 +104,21 @@ def accepted(headers: Mapping[str, str]) -> frozenset[str]:
     return frozenset(word.strip() for word in words) & {HEAD, HEARTBEAT}
 
 
-def frame_headers(kind: str, seq: int, status: int | None = None) -> dict[str, str]:
-    """The headers of a reply frame."""
+def frame_headers(
+    kind: str, seq: int, status: int | None = None, *, sender: str = ""
+) -> dict[str, str]:
+    """The headers of a reply frame; `sender` is the process that it is from."""
     headers = {TYPE: kind, SEQ: str(seq)}
+    if sender:
+        headers[FROM] = sender
     if status is not None:
         headers[STATUS] = str(status)
     return headers
 
 
-def head_headers(seq: int, status: int, headers: Headers) -> dict[str, str]:
+def head_headers(seq: int, status: int, headers: Headers, *, sender: str = "") -> dict[str, str]:
     """The headers of a `head` frame; of the engine's `headers` it carries those that count."""
-    lines = frame_headers(HEAD, seq, status)
+    lines = frame_headers(HEAD, seq, status, sender=sender)
     for name, value in headers:
         if (carried := CARRIED.get(name)) is not None:
             lines[carried] = value.decode("latin-1")
@@ -160,6 +167,10 @@ class Names:
     def cancel(self, worker_id: str) -> str:
         """Where a worker hears that nobody wants an answer any more; the payload is the inbox."""
         return f"{self.prefix}.cancel.{token_of(worker_id)}"
+
+    def agent(self, worker_id: str) -> str:
+        """Where Baton's agents of one id hear of each other; there should be one."""
+        return f"{self.prefix}.agent.{token_of(worker_id)}"
 
     def drain(self, worker_id: str) -> str:
         """Where Baton's agent is asked to drain."""

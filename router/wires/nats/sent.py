@@ -2,9 +2,10 @@
 
 The worker proves that it is there with its first frame. From then on every frame must bear the
 next number; a missing one is a break, since nothing else would tell that a piece of the answer is
-lost (core NATS delivers at most once). A peer that does not number its frames is believed as long
-as nothing can have been lost. Frames of a client that is slow are kept, up to a bound, because
-nobody could hold the agent back. Whoever gives up an answer that is not over has it cancelled.
+lost (core NATS delivers at most once). Where two processes answer, the first is heard. A peer that
+does not number its frames is believed as long as nothing can have been lost. Frames of a client
+that is slow are kept, up to a bound, because nobody could hold the agent back. Whoever gives up an
+answer that is not over has it cancelled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from router.wires.nats.protocol import (
     DATA,
     DONE,
     ERROR,
+    FROM,
     HEAD,
     HEARTBEAT,
     HEARTBEAT_LOST_SECONDS,
@@ -61,6 +63,7 @@ class NatsSent:
         "_kept",
         "_leaves_at",
         "_passes",
+        "_sender",
         "_silence",
         "_streams",
         "answered",
@@ -102,6 +105,8 @@ class NatsSent:
         self._expected = 0
         #: None until a frame has shown whether this peer numbers them.
         self._is_numbered: bool | None = None
+        #: Whose frames these are: of two agents with one id, who was heard first.
+        self._sender: str | None = None
         self._has_begun = False
         self._has_head = False
         self._silence = Silence(peer)
@@ -203,7 +208,8 @@ class NatsSent:
         if self.is_over:
             return
         headers = message.headers
-        if headers.get(SEQ) == str(self._expected) and self._is_numbered:
+        is_next = headers.get(SEQ) == str(self._expected) and headers.get(FROM) == self._sender
+        if is_next and self._is_numbered:
             self._expected += 1
         elif not self._counts(message):
             return
@@ -221,6 +227,7 @@ class NatsSent:
         for message in messages:
             headers = message.headers
             is_plain = self._passes and self._is_numbered and headers.get(TYPE) == DATA
+            is_plain = is_plain and headers.get(FROM) == self._sender
             if is_plain and headers.get(SEQ) == str(self._expected):
                 self._expected += 1
                 pieces.append(message.payload)
@@ -246,6 +253,8 @@ class NatsSent:
             return False
         if is_stored(headers, message.payload):
             return False
+        if self._expected and headers.get(FROM) != self._sender:
+            return False
         found = number(headers, SEQ)
         if found is None and (SEQ in headers or self._is_numbered):
             self.miss("a frame without its number")
@@ -262,6 +271,7 @@ class NatsSent:
             return False
         else:
             self._is_numbered = True
+        self._sender = headers.get(FROM)
         self._expected += 1
         return True
 
