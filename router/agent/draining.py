@@ -16,7 +16,14 @@ from attrs import define, field
 
 from router.agent.intake import Intake
 from router.agent.registration import Registration
-from router.wires.nats.broker import Broker, BrokerAway, BrokerError, Message, Subscription
+from router.wires.nats.broker import (
+    Broker,
+    BrokerAway,
+    BrokerError,
+    Message,
+    Subscription,
+    wait_connected,
+)
 from router.wires.nats.protocol import Names
 
 _log = structlog.get_logger("baton")
@@ -34,6 +41,9 @@ DOOR_SECONDS = 2.0
 LEFTOVER_SECONDS = 2.0
 #: For the last frames to go out.
 FLUSH_SECONDS = 2.0
+#: After the end was told to who asked over NATS: in a container that ends with its agent, the
+#: command that asked would be killed before it could return.
+LINGER_SECONDS = 1.0
 #: Who asked for a drain and waits for its end.
 ASKERS_MAX = 16
 
@@ -66,7 +76,8 @@ class Drain:
         await self._hand_back_queue()
         await self.broker.flush(FLUSH_SECONDS)
         with trio.move_on_after(FLUSH_SECONDS):
-            await self.intake.forget_queue()
+            if not self.registration.is_shared():
+                await self.intake.forget_queue()
 
     async def _close_door(self) -> None:
         await self.intake.close_door(DOOR_SECONDS)
@@ -124,6 +135,11 @@ class DrainDoor:
             self.names.drain(self.worker_id), self._asked, on_lost=lambda _: None
         )
 
+    @property
+    def is_asked(self) -> bool:
+        """Somebody has asked over NATS, and waits for the end."""
+        return bool(self._askers)
+
     def tell_drained(self) -> None:
         """Nothing is open any more."""
         for asker in self._askers:
@@ -159,7 +175,7 @@ async def ask_to_drain(broker: Broker, names: Names, worker_id: str, seconds: fl
     subscription = broker.subscribe(f"{inbox}.*", heard.take, on_lost=lambda _: None)
     try:
         with trio.move_on_after(seconds):
-            await _wait_connected(broker)
+            await wait_connected(broker)
         try:
             broker.publish(names.drain(worker_id), b"", reply=f"{inbox}.1")
         except BrokerAway:
@@ -200,18 +216,3 @@ class _Heard:
         self.end = end
         self.first.set()
         self.last.set()
-
-
-async def _wait_connected(broker: Broker) -> None:
-    connected = trio.Event()
-
-    def told(is_connected: bool) -> None:
-        if is_connected:
-            connected.set()
-
-    broker.on_state.append(told)
-    try:
-        if not broker.is_connected:
-            await connected.wait()
-    finally:
-        broker.on_state.remove(told)

@@ -44,6 +44,9 @@ STATUSES = {
     "bug": 500,
 }
 
+#: What routers ask for themselves: of no more interest than their probes.
+ASIDE = frozenset({"/tokenize", "/detokenize", "/abort_request"})
+
 
 class Beside(Protocol):
     """What all requests of one agent share."""
@@ -111,7 +114,7 @@ class Proxied:
             self._end("malformed", f"not a request: {problem}")
             return
         self.is_migratable = request.stream and request.migratable is True
-        self.is_probe = request.method == "GET"
+        self.is_probe = request.method == "GET" or request.path in ASIDE
         target = request.path.encode("latin-1")
         sent = self.beside.line.send(
             request.method.encode("latin-1"), target, headers, content, self

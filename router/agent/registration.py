@@ -34,6 +34,8 @@ class Registration:
     worker: Worker
     version: str
     inflight: Callable[[], int]
+    #: Another agent stands under the same key: what is there is not ours to remove.
+    is_shared: Callable[[], bool]
     _bucket: Bucket = field(init=False)
     _changed: trio.Event = field(init=False, factory=trio.Event)
     _gone: trio.Event = field(init=False, factory=trio.Event)
@@ -41,6 +43,10 @@ class Registration:
     #: It may stand there: a put that failed may have been done.
     _may_stand: bool = field(init=False, default=False)
     _complained: bool = field(init=False, default=False)
+    #: The entry has stood there once.
+    registered: trio.Event = field(init=False, factory=trio.Event)
+    #: As it was last told in the log.
+    _is_registered: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self._bucket = self.broker.bucket(self.names.bucket, ttl_seconds=TTL_SECONDS)
@@ -87,7 +93,8 @@ class Registration:
                 self._may_stand = True
                 await self._bucket.put(key, encode(entry))
             elif self._may_stand:
-                await self._bucket.delete(key)
+                if not self.is_shared():
+                    await self._bucket.delete(key)
                 self._may_stand = False
         except (BrokerAway, BrokerError) as problem:
             if not self._complained:
@@ -95,9 +102,18 @@ class Registration:
                 _log.warning("not registered", worker=self.worker.id, problem=str(problem))
             return
         self._complained = False
+        self._note(self._may_stand)
         # An entry that was asked for before `leave` was called may have been put just now.
         if self._is_leaving and not self._may_stand:
             self._gone.set()
+
+    def _note(self, is_registered: bool) -> None:
+        if self._is_registered != is_registered:
+            self._is_registered = is_registered
+            if is_registered:
+                self.registered.set()
+            event = "registered" if is_registered else "deregistered"
+            _log.info(event, worker=self.worker.id, bucket=self.names.bucket)
 
     def _entry(self) -> Entry | None:
         worker = self.worker

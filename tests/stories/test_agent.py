@@ -431,7 +431,7 @@ def test_an_agent_that_starts_before_its_broker_serves_once_that_is_there() -> N
     async def story(stage: Stage) -> None:
         await trio.sleep(3.0)
         stage.server.mend(stage.broker)
-        await trio.sleep(0.1)
+        await trio.sleep(0.5)
         assert stage.entry is not None
         asked = stage.ask(4)
         await asked.wait_over()
