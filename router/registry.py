@@ -223,7 +223,7 @@ class Registry:
         self._has_complained = True
         why = "the broker is there, but not the registry: is JetStream on, and permitted?"
         if not self.broker.is_connected:
-            why = "the broker is away"
+            why = f"the broker is away: {self.broker.trouble}".removesuffix(": ")
         _log.warning("registry", fact="unreadable", why=why, bucket=self.bucket)
 
     async def _drop_overdue(self, moment: float) -> None:

@@ -64,11 +64,11 @@ def drain(settings: AgentSettings) -> int:
     0 also where no agent of that id is there any more: then there is nothing to wait for.
     """
     configure(format=settings.log_format, level=settings.log_level)
-    end = trio.run(_ask, settings, strict_exception_groups=True)
+    end, trouble = trio.run(_ask, settings, strict_exception_groups=True)
     texts = {
         "drained": "drained",
         "absent": "no agent of that id is running",
-        "away": "the NATS server cannot be reached",
+        "away": f"the NATS server cannot be reached: {trouble}".removesuffix(": "),
         "late": "the agent has not said in time that it has drained",
     }
     is_good = end in ("drained", "absent")
@@ -103,7 +103,8 @@ async def _tell_people(agent: Agent) -> None:
         with trio.move_on_after(PATIENCE_SECONDS):
             await wait_connected(agent.broker)
         if not agent.broker.is_connected:
-            print(f"{name} waits for the NATS server at {server}", flush=True)
+            why = f" ({agent.broker.trouble})" if agent.broker.trouble else ""
+            print(f"{name} waits for the NATS server at {server}{why}", flush=True)
     await agent.listening.wait()
     print(f"{name} listens at {agent.names.request(agent.worker.id)}", flush=True)
     with trio.move_on_after(PATIENCE_SECONDS):
@@ -122,11 +123,13 @@ async def _pass_on(signals: AsyncIterator[int], agent: Agent) -> None:
         agent.ask_to_stop()
 
 
-async def _ask(settings: AgentSettings) -> str:
+async def _ask(settings: AgentSettings) -> tuple[str, str]:
+    """How it ended, and what was wrong with the broker."""
     async with trio.open_nursery() as nursery:
         bridge = Bridge(settings.nats_url(), name="baton agent --drain")
         await nursery.start(bridge.run)
         names = Names(settings.nats_prefix)
         end = await ask_to_drain(bridge, names, settings.worker_id(), ANSWER_SECONDS)
+        trouble = bridge.trouble
         nursery.cancel_scope.cancel(reason="answered")
-    return end
+    return end, trouble
