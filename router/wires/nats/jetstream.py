@@ -85,12 +85,18 @@ class _Error(msgspec.Struct):
     description: str = ""
 
 
+class _State(msgspec.Struct):
+    last_seq: int = 0
+
+
 class Answer(msgspec.Struct):
     """What is read of the API's answers."""
 
     error: _Error | None = None
     num_pending: int = 0
     num_ack_pending: int = 0
+    #: Of a stream.
+    state: _State = msgspec.field(default_factory=_State)
     #: The server's time as it answered; of consumers since nats-server 2.10.
     ts: datetime | None = None
 
@@ -329,6 +335,8 @@ class Handed:
     domain and account before the stream and one more token at the end (nats-server 2.9).
     """
 
+    #: Its number in the stream.
+    number: int
     #: When it was stored, by the server's clock, in seconds since the epoch.
     stored_at: float
     #: How many the consumer still had to hand out after it.
@@ -338,8 +346,8 @@ class Handed:
     def read(cls, reply: str) -> Handed:
         """From a reply subject."""
         tokens = reply.split(".")
-        time, pending = tokens[7:9] if len(tokens) == 9 else tokens[9:11]
-        return cls(int(time) / 1e9, int(pending))
+        number, _, time, pending = tokens[5:9] if len(tokens) == 9 else tokens[7:11]
+        return cls(int(number), int(time) / 1e9, int(pending))
 
 
 @define(eq=False)
