@@ -24,7 +24,7 @@ from router.wires.nats.broker import (
     Subscription,
     wait_connected,
 )
-from router.wires.nats.protocol import Names
+from router.wires.nats.protocol import UNREADABLE, Names
 
 _log = structlog.get_logger("baton")
 
@@ -205,7 +205,7 @@ class _Heard:
                 continue
             try:
                 said = msgspec.json.decode(message.payload, type=Said)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             self.seconds = max(self.seconds, said.seconds)
             self.first.set()

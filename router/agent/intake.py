@@ -192,7 +192,7 @@ class Intake:
             # is to be acknowledged at the end.
             known.job = job or known.job
             return
-        if not _is_inbox(inbox) or self.over.has(inbox, now):
+        if not self._is_inbox(inbox) or self.over.has(inbox, now):
             _log.warning("request dropped", inbox=inbox[:INBOX_BYTES_MAX])
             if job is not None:
                 job.ack()
@@ -207,6 +207,16 @@ class Intake:
             self._guard(proxied, lambda: proxied.begin(message.payload))
             if self.is_over and not proxied.is_over:
                 self._guard(proxied, proxied.hand_back)
+
+    def _is_inbox(self, inbox: str) -> bool:
+        """Whether it is a place for frames, and not one where others take them for something else.
+
+        Clients of NATS let everybody choose the prefix of inboxes, so nothing but the server's own
+        subjects and ours is excluded.
+        """
+        own = f"{self.names.prefix}."
+        is_elsewhere = not inbox.startswith(("$", own)) or inbox.startswith(f"{own}inbox.")
+        return is_elsewhere and _is_subject(inbox)
 
     def _guard(self, proxied: Proxied, call: Callable[[], None]) -> None:
         """A bug with one message of a batch must not cost the others."""
@@ -240,7 +250,7 @@ def _read_inbox(payload: bytes) -> str | None:
         return None
 
 
-def _is_inbox(inbox: str) -> bool:
+def _is_subject(inbox: str) -> bool:
     """Whether frames can be published there."""
     if len(inbox) > INBOX_BYTES_MAX or not inbox.isprintable():
         return False

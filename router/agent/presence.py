@@ -19,7 +19,7 @@ import trio
 from attrs import define, field
 
 from router.wires.nats.broker import Broker, BrokerAway, Message, Subscription, wait_connected
-from router.wires.nats.protocol import Names
+from router.wires.nats.protocol import UNREADABLE, Names
 
 _log = structlog.get_logger("baton")
 
@@ -129,7 +129,7 @@ class Presence:
         for message in messages:
             try:
                 hello = msgspec.json.decode(message.payload, type=Hello)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             if hello.instance == self.instance:
                 continue

@@ -28,6 +28,7 @@ from router.wires.nats.broker import (
     QueueFull,
     Subscription,
 )
+from router.wires.nats.protocol import UNREADABLE
 
 #: For one answer of the API.
 ASK_SECONDS = 5.0
@@ -197,7 +198,7 @@ class Api:
 def _checked(message: Message) -> Answer:
     try:
         answer = msgspec.json.decode(message.payload, type=Answer)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BrokerError("an answer of JetStream cannot be read") from error
     if answer.error is not None:
         raise ApiError(answer.error.err_code, answer.error.description)

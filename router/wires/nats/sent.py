@@ -333,7 +333,7 @@ class NatsSent:
         elif self.answered is not None:
             self._has_head = True
             self._passes = not self._kept and not self._is_paused
-            self.answered.on_head(status, answer_headers(message.headers))
+            self.answered.on_head(status, answer_headers(message.headers, streams=self._streams))
 
     def _tell_data(self, payload: bytes) -> None:
         assert self.answered is not None
