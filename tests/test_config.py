@@ -514,3 +514,11 @@ def test_the_table_in_the_docs_is_fresh() -> None:
     page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
 
     assert f"<!-- generated: options -->\n{blocks()['options']}<!-- /generated -->" in page
+
+
+def test_the_readme_names_what_is_not_there_yet() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for row in NOT_YET:
+        assert f"`{BY_KEY[row.key].flag}`" in readme, row
+        for value in row.values:
+            assert f"`{value}`" in readme, row
