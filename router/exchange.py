@@ -173,7 +173,8 @@ class Exchange:
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         if not self._survives(leg, "let_go"):
             refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
-            self.lose(leg, "let_go", "leg_lost", Failure(refusal))
+            self.ticket.note_miss(leg.worker)
+            self.lose(leg, "let_go", "leg_lost", Failure(refusal), is_blamed=False)
 
     def _survives(self, leg: Leg, leg_fact: str) -> bool:
         return self._answering is not None and self._answering.survives(leg_fact)
@@ -210,12 +211,23 @@ class Exchange:
     # What an answer needs
 
     def lose(
-        self, leg: Leg, leg_fact: str, fact: str, failure: Failure, *, was_sent: bool = True
+        self,
+        leg: Leg,
+        leg_fact: str,
+        fact: str,
+        failure: Failure,
+        *,
+        was_sent: bool = True,
+        is_blamed: bool = True,
     ) -> None:
-        """The leg ended badly: its own fact, then the request's."""
+        """The leg ended badly: its own fact, then the request's.
+
+        `is_blamed`: the worker is not given this request again.
+        """
         ticket, moving = self.ticket, self.ticket.moving
         if fact != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
-            ticket.tried.add(leg.worker)
+            if is_blamed:
+                ticket.tried.add(leg.worker)
             if moving is not None:
                 self._note_break(leg, moving, leg_fact, was_sent=was_sent)
         leg.fire(leg_fact)
@@ -265,6 +277,7 @@ class Exchange:
         """The first content of this attempt is about to be written."""
         if self.ticket.first_token_at is None:
             self.ticket.first_token_at = self.channel.reactor.now
+        self.ticket.missed.clear()
         is_resumed = self.ticket.state is S.RESUMING
         leg.fire("first_token")
         self.fire("first_token")

@@ -300,7 +300,7 @@ class Serving:
         ticket, model = exchange.ticket, exchange.ticket.model
         now = self.reactor.now
         candidates = self.fleet.ready("mixed", model) or self._ready_halves(exchange)
-        choice = self.chooser.choose(candidates, now, ticket.tried, model)
+        choice = self.chooser.choose(candidates, now, ticket.tried, model, ticket.missed)
         if choice is None:
             exchange.fire("refused", ticket.failure or Failure(self._nobody(model)))
             return

@@ -8,6 +8,7 @@ with a line in the log, what is no request is answered with an error. One inbox 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 import trio
@@ -227,11 +228,13 @@ class Intake:
 
     def _state_changed(self, is_connected: bool) -> None:
         self.beside.reactor.refresh()
+        tell = Proxied.connection_found if is_connected else Proxied.connection_lost
         if is_connected:
-            self.last_frames.try_again()
+            self.last_frames.connection_found()
         else:
-            for proxied in list(self.open.values()):
-                self._guard(proxied, proxied.connection_lost)
+            self.last_frames.connection_lost()
+        for proxied in list(self.open.values()):
+            self._guard(proxied, partial(tell, proxied))
 
     def _reporter(self, what: str) -> Callable[[str], None]:
         return lambda why: _log.warning("messages may be missing", of=what, why=why)

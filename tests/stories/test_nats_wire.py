@@ -267,6 +267,87 @@ def test_streams_survive_the_broker(engine: Engine, away: str, back: str, at: fl
     assert set(outcome.look.breakers.values()) == {"closed"}
 
 
+#: Router and agents are back at once, the router first, or the agents first.
+BACK = {"together": (0.0, 0.0), "router": (0.0, 0.9), "agents": (0.9, 0.0)}
+
+
+def outage(at: float, seconds: float, order: str, engines: int) -> tuple[tuple[float, str], ...]:
+    """The broker is away; who is back when after it."""
+    router, agents = BACK[order]
+    back = at + seconds
+    every = [(at, "cut"), (back + router, "mend")]
+    for number in range(engines):
+        every += [(at, f"cut_off {number}"), (back + agents, f"rejoin {number}")]
+    return tuple(every)
+
+
+@pytest.mark.parametrize("order", BACK)
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+@pytest.mark.parametrize("pending", [0, 50])
+def test_restarts_of_the_broker_blame_no_worker(
+    engines: int, seconds: float, order: str, pending: int
+) -> None:
+    """A worker whose answer was lost on its way may get the stream again."""
+    clients = tuple(Client(at=0.1 * turn, tokens=150) for turn in range(3))
+    happenings = (*outage(3.0, seconds, order, engines), *outage(13.0, seconds, order, engines))
+
+    outcome = run(
+        *[NEW] * engines,
+        clients=clients,
+        limit=3,
+        happenings=happenings,
+        looks=(12.9, 25.0),
+        nats_req_max_pending=pending,
+    )
+
+    assert [(got.status, got.ending) for got in outcome.got] == [(200, "clean")] * 3
+    assert outcome.sum("baton_breaker_trips_total") == 0
+    assert not any(
+        outcome.count("baton_worker_requests_total", worker=f"w{n}", role="mixed", outcome="error")
+        for n in range(engines)
+    )
+    assert outcome.sum("baton_nats_missed_total") == 6
+    assert all(set(look.breakers.values()) == {"closed"} for look in outcome.looks)
+
+
+@pytest.mark.parametrize("order", BACK)
+def test_a_stream_that_is_silent_over_an_outage_goes_on(order: str) -> None:
+    outcome = run(
+        Engine(wire="nats", faults="pause,after_events=4,seconds=8"),
+        clients=(LONG,),
+        happenings=outage(3.0, 1.0, order, 1),
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {}
+    assert outcome.sum("baton_nats_missed_total") == 0
+
+
+@pytest.mark.parametrize("order", BACK)
+def test_what_was_lost_with_the_broker_is_noticed_soon(order: str) -> None:
+    outcome = run(NEW, NEW, clients=(Client(tokens=100),), happenings=outage(3.0, 1.0, order, 2))
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 1
+    # Everybody is back at 4.9 s at the latest, knows it a second later, and from there it takes 1 s
+    # to a first token and 10 s to the last.
+    assert outcome.one.ended_at < 4.9 + 1.1 + 11.0
+
+
+@pytest.mark.parametrize("order", BACK)
+@pytest.mark.parametrize("stream", [True, False])
+def test_requests_right_after_an_outage_wait_for_their_worker(order: str, stream: bool) -> None:
+    clients = tuple(Client(at=4.0 + 0.1 * turn, tokens=2, stream=stream) for turn in range(8))
+
+    outcome = run(
+        NEW, NEW, clients=clients, happenings=outage(2.0, 2.0, order, 2), request_max_retries=0
+    )
+
+    assert {(got.status, got.ending) for got in outcome.got} == {(200, "clean")}
+    assert outcome.sum("baton_breaker_trips_total") == 0
+
+
 @pytest.mark.parametrize("engine", [NEW, OLD])
 def test_without_moves_a_stream_whose_frames_were_lost_is_told(engine: Engine) -> None:
     outcome = run(engine, engine, limit=0, happenings=((1.5, "down"), (2.5, "up")))

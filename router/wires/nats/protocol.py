@@ -54,8 +54,8 @@ _DIGITS_MAX = 15
 HEAD = "head"
 DATA = "data"
 HEARTBEAT = "heartbeat"
-#: A heartbeat that takes no number, and bears the one of the frame that comes next: one that is lost
-#: leaves no gap, and one that arrives shows whether there is any.
+#: A heartbeat that takes no number, and bears the one of the frame that comes next: one that is
+#: lost leaves no gap, and one that arrives shows whether there is any.
 STILL = "still"
 DONE = "done"
 ERROR = "error"

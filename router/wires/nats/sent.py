@@ -28,6 +28,7 @@ from router.wires.nats.protocol import (
     SEQ,
     SERVER_STATUS,
     STATUS,
+    STILL,
     TERMINAL,
     TYPE,
     UNREACHABLE,
@@ -37,7 +38,7 @@ from router.wires.nats.protocol import (
     is_stored,
     number,
 )
-from router.wires.nats.silence import Peer, Silence, Verdict
+from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class NatsSent:
         if self.answered is None:
             return
         answered = self._last()
-        if self.is_published:
+        if self.is_published and not self.is_cold:
             self.inbox.missed()
         if not self.is_over:
             self._finish()
@@ -186,7 +187,7 @@ class NatsSent:
         if self._is_numbered is False or self.is_cold:
             self.miss(why)
             return
-        self._silence.is_exposed = True
+        self._silence.exposed_at = self.inbox.reactor.now
         self._watch()
 
     def published(self) -> None:
@@ -199,7 +200,10 @@ class NatsSent:
 
     def reconnected(self) -> None:
         """Silence counts from now on: nobody could be heard before."""
-        self._silence.heard_at = self.inbox.reactor.now
+        self.peer.back_at = None
+        if self.is_published and not self.is_over:
+            self._silence.back_at = self.inbox.reactor.now
+            self._arm(self._silence.back_at + SECOND_LOOK_SECONDS)
 
     # What comes
 
@@ -209,12 +213,12 @@ class NatsSent:
             return
         headers = message.headers
         is_next = headers.get(SEQ) == str(self._expected) and headers.get(FROM) == self._sender
-        if is_next and self._is_numbered:
+        kind = headers.get(TYPE, DATA)
+        if is_next and self._is_numbered and kind != STILL:
             self._expected += 1
         elif not self._counts(message):
             return
         self._silence.heard_at = self.inbox.reactor.now
-        kind = headers.get(TYPE, DATA)
         if self._passes and kind == DATA:
             if message.payload and self.answered is not None:
                 self.answered.on_body(message.payload)
@@ -271,26 +275,38 @@ class NatsSent:
             return False
         else:
             self._is_numbered = True
+        if headers.get(TYPE) == STILL:
+            return True
         self._sender = headers.get(FROM)
         self._expected += 1
         return True
 
     def _meet_absence(self) -> None:
+        if self.inbox.is_settling and self.answered is not None:
+            # The broker is just back, and the agent may be a moment later.
+            if self.is_cold:
+                self.miss("the agent may not be back yet")
+                return
+            if self.inbox.sends_again(self):
+                return
         if self._finish() is not None:
             self._last().on_broken("nobody listens at the worker's subject", connecting=True)
 
     def _take_other(self, kind: str, message: Message) -> None:
+        if self.peer.back_at is None:
+            self.peer.back_at = self.inbox.reactor.now
         if not self._has_begun:
             self._has_begun = True
             self._silence.began()
+            self.inbox.arrived(self)
             if self.answered is not None:
                 self.answered.on_connected()
-        if kind in (HEARTBEAT, HEAD):
+        if kind in (HEARTBEAT, STILL, HEAD):
             self._silence.is_beating = self.peer.has_word = True
             self._watch()
         if kind in TERMINAL and (self.answered is None or not self._kept):
             self._finish()
-        if self.answered is None or kind == HEARTBEAT:
+        if self.answered is None or kind in (HEARTBEAT, STILL):
             return
         if self._is_paused or self._kept:
             self._keep(kind, message)
