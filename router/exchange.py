@@ -166,6 +166,11 @@ class Exchange:
         self.ticket.tried.add(leg.worker)
         failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
         if self.ticket.state is S.RESUMING:
+        message = f"The message broker carries at most {limit} bytes, and the request is larger."
+        failure = Failure(Refusal("body_too_large", message))
+        if self.ticket.state is S.DISPATCHING and not self.observer.has_other_way(self):
+            self.lose(leg, "let_go", "rejected", failure)
+            return
             failure = Failure(broken())  # what is too large is not what the client wrote
         leg.fire("handed_back")
         self.fire("handed_back", failure)
@@ -264,8 +269,10 @@ class Exchange:
         can_move = self.ticket.moving is not None and (
             self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
         )
-        if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
-            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
+        if self.leg is leg and leg.is_open and can_move:
+            # Without a sign of the worker there was nothing that it could give back.
+            leg_fact = "handed_back" if leg.state in _GIVEN_BACK_FROM else "let_go"
+            self.lose(leg, leg_fact, "handed_back", Failure(leaving()))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""

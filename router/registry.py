@@ -38,6 +38,8 @@ ANSWER_SECONDS = 2.0
 BLIND_SECONDS = 2 * RENEW_SECONDS + ANSWER_SECONDS
 #: A registry that cannot be read for so long is complained of, once.
 COMPLAIN_SECONDS = TTL_SECONDS
+#: The same while the broker itself answers: a registry that is there is read in moments.
+SILENT_SECONDS = 2.0
 #: An entry that has expired is looked at again after this: its renewal may be on its way.
 SECOND_LOOK_SECONDS = 0.5
 
@@ -58,6 +60,8 @@ class View:
     """Workers that are registered, as far as is known."""
     refused: int
     """How often something in the registry was no entry."""
+    trouble: str = ""
+    """Why there is no view of it, for people."""
 
 
 @define(eq=False)
@@ -130,6 +134,7 @@ class Registry:
                 watch.close()
             self._changes.clear()
             self._on_lost(why)
+            trouble="" if self.is_synced else self._trouble(),
 
     async def _follow(self) -> None:
         """Until there are more changes than can be kept."""
@@ -211,7 +216,8 @@ class Registry:
         if is_there and self.is_synced and not self._changes:
             self._hear()
             await self._drop_overdue(asked_at)
-        if not self.is_synced and asked_at - self._heard_at >= COMPLAIN_SECONDS:
+        patience = SILENT_SECONDS if is_there else COMPLAIN_SECONDS
+        if not self.is_synced and asked_at - self._heard_at >= patience:
             self._complain()
         nearest = min((each.due for each in self._followed.values()), default=float("inf"))
         now = trio.current_time()
@@ -221,10 +227,12 @@ class Registry:
         if self._has_complained:
             return
         self._has_complained = True
-        why = "the broker is there, but not the registry: is JetStream on, and permitted?"
-        if not self.broker.is_connected:
-            why = f"the broker is away: {self.broker.trouble}".removesuffix(": ")
-        _log.warning("registry", fact="unreadable", why=why, bucket=self.bucket)
+        _log.warning("registry", fact="unreadable", why=self._trouble(), bucket=self.bucket)
+
+    def _trouble(self) -> str:
+        if self.broker.is_connected:
+            return "the broker is there, but not the registry (is JetStream on, and permitted?)"
+        return f"the broker is away: {self.broker.trouble}".removesuffix(": ")
 
     async def _drop_overdue(self, moment: float) -> None:
         left = [key for key, each in self._followed.items() if each.due <= moment]

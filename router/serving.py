@@ -439,6 +439,16 @@ class Serving:
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
 
+    def has_other_way(self, exchange: Exchange) -> bool:
+        """Some worker that could take the request is not behind a message broker."""
+        ticket = exchange.ticket
+        roles = ("prefill", "decode") if ticket.is_paired else ("mixed",)
+        return any(
+            not worker.is_behind_nats and worker not in ticket.tried
+            for role in roles
+            for worker in self.fleet.ready(role, ticket.model)
+        )
+
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug was met in this request, which may be over by now."""
         self.bugs.met_in(exchange, error)

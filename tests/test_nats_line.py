@@ -217,7 +217,7 @@ async def test_a_request_says_what_the_worker_has_to_know(autojump_clock: MockCl
             "migratable": False,
             "body": {},
         }
-        assert request.headers == {"rs-accept": "head,heartbeat", INBOX: sent.reply}
+        assert request.headers == {"rs-accept": "head,heartbeat,still", INBOX: sent.reply}
         assert request.reply == sent.reply
         assert asked.told == []
         sent.close()

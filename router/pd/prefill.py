@@ -168,7 +168,8 @@ class Prefill:
         self._conclude(Verdict("backpressure", "backpressure", Failure(refusal)))
 
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
-        refusal = Refusal("body_too_large", f"The request is larger than {limit} bytes.")
+        message = f"The message broker carries at most {limit} bytes, and the request is larger."
+        refusal = Refusal("body_too_large", message)
         leg.let_go("aborted")
         self._waker.wake()
         self._tell(Verdict("rejected", "rejected", Failure(refusal)))

@@ -150,6 +150,15 @@ def test_a_request_handed_back_before_any_content_begins_anew(engine: Engine) ->
     )
 
 
+def test_a_drain_by_the_router_moves_what_has_brought_no_frame() -> None:
+    slow = Engine(wire="nats", first_token_seconds=30.0)
+    outcome = run(slow, NEW, happenings=((0.2, "drain 0 0.3"),), request_max_retries=0)
+
+    assert is_whole(outcome)
+    assert outcome.one.ended_at < 5
+    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+
+
 def test_a_drain_of_every_worker_in_turn_ends_no_stream() -> None:
     engines = [NEW] * 4
     clients = tuple(Client(at=0.1 * turn, tokens=40) for turn in range(12))
@@ -493,6 +502,11 @@ def test_a_continuation_above_the_limit_takes_its_other_form(last: Engine) -> No
     assert is_whole(outcome)
     assert outcome.moves == {"stream_broken text": 1}
 
+    assert outcome.got[0].error is not None
+    assert "message broker carries at most 4000 bytes" in str(outcome.got[0].error)
+    facts = [[edge.fact for _, edge in ticket.history] for ticket in outcome.tickets]
+    assert ["admitted", "rejected"] in facts
+    assert outcome.sum("baton_retries_total") == 0
 
 def test_a_continuation_that_fits_in_no_form_is_told() -> None:
     words = Client(tokens=20, prompt="once upon a time " * 100)

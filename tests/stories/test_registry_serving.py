@@ -209,7 +209,7 @@ def test_a_router_that_has_nobody_says_how_long_it_has_heard_nothing() -> None:
 
         assert answer.status == 503
         assert code_of(answer) == "no_workers"
-        assert b"The registry has not been heard for 20 seconds." in answer.body
+        assert b"The registry has not been heard for 20 seconds: the broker is away." in answer.body
 
     run(story)
 
