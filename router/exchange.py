@@ -163,14 +163,13 @@ class Exchange:
         if moving is not None and moving.can_rephrase:
             self.refuse_unfaithful(leg)
             return
-        self.ticket.tried.add(leg.worker)
-        failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
-        if self.ticket.state is S.RESUMING:
         message = f"The message broker carries at most {limit} bytes, and the request is larger."
         failure = Failure(Refusal("body_too_large", message))
         if self.ticket.state is S.DISPATCHING and not self.observer.has_other_way(self):
             self.lose(leg, "let_go", "rejected", failure)
             return
+        self.ticket.tried.add(leg.worker)
+        if self.ticket.state is S.RESUMING:
             failure = Failure(broken())  # what is too large is not what the client wrote
         leg.fire("handed_back")
         self.fire("handed_back", failure)

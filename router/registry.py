@@ -116,6 +116,7 @@ class Registry:
             seconds_since_sync=max(0.0, trio.current_time() - self._heard_at),
             entries=len(self._followed),
             refused=self.refused,
+            trouble="" if self.is_synced else self._trouble(),
         )
 
     async def run(self) -> None:
@@ -134,7 +135,6 @@ class Registry:
                 watch.close()
             self._changes.clear()
             self._on_lost(why)
-            trouble="" if self.is_synced else self._trouble(),
 
     async def _follow(self) -> None:
         """Until there are more changes than can be kept."""
