@@ -92,6 +92,8 @@ class Registry:
     engine: str
     on_bug: Callable[[Exception], None]
     on_lost: Callable[[], None]
+    #: Told who has gone without deregistering.
+    on_expired: Callable[[str], None]
     is_synced: bool = field(init=False, default=False)
     #: Entries that were no entries.
     refused: int = field(init=False, default=0)
@@ -239,7 +241,9 @@ class Registry:
         for number, key in enumerate(left, start=1):
             if self._changes:
                 return  # one of them may have been renewed; the next beat looks again
+            worker_id = self._followed[key].entry.id
             self._drop(key, "expired")
+            self.on_expired(worker_id)
             if number % CHANGES_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
 

@@ -120,7 +120,7 @@ class Agent:
     def request_over(self, proxied: Proxied) -> None:
         """Book the end of a request."""
         self.intake.request_over(proxied)
-        write = _log.debug if proxied.is_probe else _log.info
+        write = _log.debug if proxied.is_probe or proxied.is_left_over else _log.info
         write(
             "request",
             id=proxied.id,
@@ -174,8 +174,10 @@ class Agent:
 
             nursery.start_soon(give_up)
             self.refused_by = await self.presence.claim()
+            if self.refused_by is None:
+                await self.intake.renew_queue()
             nursery.cancel_scope.cancel(reason="answered")
-        return self.presence.stage is Stage.SERVING
+        return self.presence.stage is Stage.SERVING and not self._stop_asked.is_set()
 
     async def _serve(self, root: trio.Nursery) -> None:
         root.start_soon(self._in_background, self.registration.run)

@@ -85,6 +85,8 @@ class Proxied:
     status: int = 0
     detail: str = ""
     is_probe: bool = False
+    #: It was stored for an agent of this id that has gone.
+    is_left_over: bool = False
     armed_at: float | None = None
     began_at: float = field(init=False)
     _sent: Sent | None = None
@@ -136,6 +138,20 @@ class Proxied:
     def hand_back(self) -> None:
         """The window of a drain is over."""
         self._end("window_over", "the worker is draining and its window has ended")
+
+    def hand_back_unasked(self, payload: bytes) -> None:
+        """Instead of `begin`: it was stored for an agent that has gone.
+
+        Whoever still waits asks again, and for whoever does not no engine computes.
+        """
+        self.is_left_over = True
+        try:
+            request = read_request(payload)
+        except NotARequest as problem:
+            self._end("malformed", f"not a request: {problem}")
+            return
+        self.is_migratable = request.stream and request.migratable is True
+        self._end("window_over", "it was stored for an agent that has gone")
 
     def stop(self) -> None:
         """The agent stops at once."""

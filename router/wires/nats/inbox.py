@@ -155,6 +155,11 @@ class Inbox:
         sent.published()
         return True
 
+    def lose_worker(self, cancel_subject: str, why: str) -> None:
+        """A worker has gone without a word; within a batch of the reactor's."""
+        every = [each for each in self._open.values() if each.cancel_subject == cancel_subject]
+        self._tell_each(every, lambda sent: sent.lose_worker(why))
+
     # What the broker tells
 
     def _on_messages(self, messages: Sequence[Message]) -> None:

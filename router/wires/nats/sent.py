@@ -49,6 +49,7 @@ HELD_BYTES_MAX = 64 * 1024 * 1024
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
 DETAIL_CHARACTERS_MAX = 500
+ABSENT = "nobody listens at the worker's subject"
 
 
 class NatsSent:
@@ -74,6 +75,7 @@ class NatsSent:
         "is_cold",
         "is_over",
         "is_published",
+        "is_stored",
         "peer",
         "rank",
         "reply",
@@ -100,6 +102,8 @@ class NatsSent:
         self.answered: Answered | None = answered
         self.armed_at: float | None = None
         self.is_published = False
+        #: It goes through a queue, where it may wait for a worker that has gone.
+        self.is_stored = False
         #: The worker is done with it, or was told that nobody wants it.
         self.is_over = False
         self._streams = streams
@@ -179,6 +183,11 @@ class NatsSent:
             if self.is_published:
                 self.inbox.cancels.add(self.cancel_subject, self.reply)
         answered.on_missed(detail)
+
+    def lose_worker(self, why: str) -> None:
+        """Its worker has gone: what waits for it in a queue is taken by nobody."""
+        if self.is_stored and not self._has_begun and not self.is_over:
+            self.miss(why)
 
     def expose(self, why: str) -> None:
         """Messages to us may have been lost: whoever numbers them shows whether any were."""
@@ -290,7 +299,9 @@ class NatsSent:
             if self.inbox.sends_again(self):
                 return
         if self._finish() is not None:
-            self._last().on_broken("nobody listens at the worker's subject", connecting=True)
+            self._last().on_broken(ABSENT, connecting=True)
+        if self.is_cold:
+            self.inbox.lose_worker(self.cancel_subject, ABSENT)
 
     def _take_other(self, kind: str, message: Message) -> None:
         if self.peer.back_at is None:
