@@ -1,8 +1,9 @@
 """How an agent stops so that nobody is hurt: the order of a drain, and who may ask for one.
 
-The order is Infera's (`Drain` below); what is ours is a moment for routers to hear that the entry
-has gone before the door closes, and that a work queue which cannot be emptied in time is handed
-back as well, instead of being left with nobody to take it.
+The order is Infera's (`Drain` below); what is ours is a moment for routers to hear what the entry
+says before the door closes, that the entry goes only at the end, so that routers show what still
+runs, and that a work queue which cannot be emptied in time is handed back as well, instead of being
+left with nobody to take it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from router.wires.nats.protocol import UNREADABLE, Names
 
 _log = structlog.get_logger("baton")
 
-#: To remove the entry; it ends by itself where the broker is away.
+#: To change the entry, and to remove it; it ends by itself where the broker is away.
 LEAVE_SECONDS = 2.0
-#: Of the window: from the removal of the entry to the closing of the door. Routers hear of it in
+#: Of the window: from the word in the entry to the closing of the door. Routers hear of it in
 #: milliseconds; what they have sent until then is served.
 HEARD_SECONDS = 0.5
 #: Between two looks at what waits in the work queue.
@@ -50,7 +51,7 @@ ASKERS_MAX = 16
 
 @define(eq=False)
 class Drain:
-    """One drain of one agent, from the removal of its entry to the last frame."""
+    """One drain of one agent, from the word in its entry to the removal of that."""
 
     intake: Intake
     registration: Registration
@@ -61,7 +62,7 @@ class Drain:
     async def run(self) -> None:
         """Drain; returns when nothing is open. Cancelling leaves what is open to `Intake.stop`."""
         until = trio.current_time() + self.window_seconds
-        await self.registration.leave(LEAVE_SECONDS)
+        await self.registration.drain(LEAVE_SECONDS)
         with trio.move_on_at(min(until, trio.current_time() + HEARD_SECONDS)):
             await trio.sleep_forever()
         is_empty = await self._empty_queue(until)
@@ -75,6 +76,8 @@ class Drain:
             self.intake.hand_back()
         await self._hand_back_queue()
         await self.broker.flush(FLUSH_SECONDS)
+        # Where the broker is away the entry goes by itself.
+        await self.registration.leave(LEAVE_SECONDS if self.broker.is_connected else 0.0)
         with trio.move_on_after(FLUSH_SECONDS):
             if not self.registration.is_shared():
                 await self.intake.forget_queue()

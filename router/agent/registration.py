@@ -1,8 +1,8 @@
 """The engine's entry in the registry: written while it is fit to serve, renewed, and taken back.
 
-Routers choose by what stands here, so it is there only while the engine passes its probes, and is
-gone before a drain begins. A broker that is away costs nothing but the entry: routers keep what
-they know, and it is written anew as soon as the broker is back.
+Routers choose by what stands here, so it is there only while the engine passes its probes, and says
+that it drains before a drain begins; it goes when that is over. A broker that is away costs nothing
+but the entry: routers keep what they know, and it is written anew as soon as the broker is back.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Registration:
     _bucket: Bucket = field(init=False)
     _changed: trio.Event = field(init=False, factory=trio.Event)
     _gone: trio.Event = field(init=False, factory=trio.Event)
+    _is_draining: bool = field(init=False, default=False)
+    _said_draining: trio.Event = field(init=False, factory=trio.Event)
     _is_leaving: bool = field(init=False, default=False)
     #: It may stand there: a put that failed may have been done.
     _may_stand: bool = field(init=False, default=False)
@@ -71,8 +73,20 @@ class Registration:
             self._changed = trio.Event()
             await self._bring_up_to_date()
             if not self._gone.is_set():
-                with trio.move_on_after(AGAIN_SECONDS if self._is_leaving else RENEW_SECONDS):
+                is_waited_for = self._is_draining and not self._said_draining.is_set()
+                hurries = self._is_leaving or is_waited_for
+                with trio.move_on_after(AGAIN_SECONDS if hurries else RENEW_SECONDS):
                     await self._changed.wait()
+
+    async def drain(self, seconds: float) -> None:
+        """Say that it takes nothing new, if it stands there; returns when that is said, or in time.
+
+        Routers go on showing it, with what it still does, until `leave`.
+        """
+        self._is_draining = True
+        self.renew()
+        with trio.move_on_after(seconds):
+            await self._said_draining.wait()
 
     async def leave(self, seconds: float) -> bool:
         """Remove the entry for good; False where that was not possible in time.
@@ -103,6 +117,8 @@ class Registration:
             return
         self._complained = False
         self._note(self._may_stand)
+        if self._is_draining and (entry is None or entry.is_draining):
+            self._said_draining.set()
         # An entry that was asked for before `leave` was called may have been put just now.
         if self._is_leaving and not self._may_stand:
             self._gone.set()
@@ -117,7 +133,9 @@ class Registration:
 
     def _entry(self) -> Entry | None:
         worker = self.worker
-        if self._is_leaving or not worker.is_ready:
+        # A drain says so where the entry stands, and does not put it where another one's may.
+        stays = self._may_stand and not self.is_shared()
+        if self._is_leaving or not (stays if self._is_draining else worker.is_ready):
             return None
         return Entry(
             id=worker.id,
@@ -125,6 +143,7 @@ class Registration:
             role=worker.role,
             models=worker.models,
             context_length=worker.context_length,
+            is_draining=self._is_draining,
             inflight=self.inflight(),
             group=worker.group,
             bootstrap_host=worker.bootstrap_host if worker.bootstrap_port else None,

@@ -164,9 +164,7 @@ def test_the_log_tells_of_the_broker_and_of_the_engine() -> None:
         stage.agent.ask_to_stop()
         await stage.wait_stopped()
 
-        events = [json.loads(line)["event"] for line in stage.log.lines]
-        events = [each for each in events if each != "not registered"]  # as luck has it
-        assert events == [
+        expected = [
             "the engine is healthy",
             "registered",
             "the engine is unhealthy",
@@ -179,6 +177,9 @@ def test_the_log_tells_of_the_broker_and_of_the_engine() -> None:
             "deregistered",
             "drained",
         ]
+        events = [json.loads(line)["event"] for line in stage.log.lines]
+        # What else is told depends on luck: a renewal may meet the loss.
+        assert [each for each in events if each in expected] == expected, events
 
     play(story, settings={"drain_timeout_secs": 1.0})
 
