@@ -143,7 +143,10 @@ class Exchange:
             self._answering.end()
 
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
-        if connecting:
+        if leg.is_absent:
+            leg.worker.probe_soon()
+            self.lose(leg, "let_go", "handed_back", Failure(unreachable()), was_sent=False)
+        elif connecting:
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
         elif not self._survives(leg, "broke"):

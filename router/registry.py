@@ -82,6 +82,20 @@ class _Followed:
 
 
 @define(eq=False)
+class _Departed:
+    """A worker that the operator named, and that has deregistered."""
+
+    worker: Worker
+    #: Nobody has answered for it since.
+    is_gone: bool = False
+
+    def has_returned(self) -> bool:
+        """Whether somebody answers for it again: until its agent is gone, that one still does."""
+        self.is_gone = self.is_gone or self.worker.is_silent
+        return self.is_gone and self.worker.passes > 0
+
+
+@define(eq=False)
 class Registry:
     """Follows one bucket of one broker; `run` does it."""
 
@@ -98,6 +112,8 @@ class Registry:
     #: Entries that were no entries.
     refused: int = field(init=False, default=0)
     _followed: dict[str, _Followed] = field(init=False, factory=dict)
+    #: By id.
+    _departed: dict[str, _Departed] = field(init=False, factory=dict)
     _refusals: dict[str, str] = field(init=False, factory=dict)
     _changes: deque[Change | None] = field(init=False, factory=deque)
     _waker: Waker = field(init=False, factory=Waker)
@@ -221,6 +237,7 @@ class Registry:
         patience = SILENT_SECONDS if is_there else COMPLAIN_SECONDS
         if not self.is_synced and asked_at - self._heard_at >= patience:
             self._complain()
+        self._look_for_returned()
         nearest = min((each.due for each in self._followed.values()), default=float("inf"))
         now = trio.current_time()
         self._beat_at = min(asked_at + RENEW_SECONDS, max(nearest, now + SECOND_LOOK_SECONDS))
@@ -308,6 +325,8 @@ class Registry:
         _log.info("registry", fact="joined", worker=entry.id, named_by=worker.origin.value)
         worker.elsewhere = max(0, entry.inflight - worker.inflight)
         self._learn(worker, entry)
+        departed = self._departed.pop(entry.id, None)
+        followed.is_drained_here = departed is not None and departed.worker is worker
         self._follow_state(worker, followed)
         if worker.last_probe is None:
             self._vouch(worker)
@@ -360,8 +379,27 @@ class Registry:
         worker.elsewhere = 0
         if worker.origin is Origin.REGISTRY:
             self.fleet.remove(worker.id)
+        elif why == "deleted" and worker.is_behind_nats:
+            self._depart(worker, is_drained_here=followed.is_drained_here)
         elif followed.is_drained_here:
             self.fleet.cancel_drain(worker.id)
+
+    def _depart(self, worker: Worker, *, is_drained_here: bool) -> None:
+        """Its agent drains, or has ended: it gets nothing until somebody answers for it anew."""
+        if worker.state is not WorkerState.DRAINING:
+            self.fleet.drain(worker.id)
+        elif not is_drained_here:
+            return  # the operator drains it
+        self._departed[worker.id] = _Departed(worker)
+
+    def _look_for_returned(self) -> None:
+        for id, departed in list(self._departed.items()):
+            worker = departed.worker
+            if worker.state is not WorkerState.DRAINING:
+                del self._departed[id]  # the operator has removed it, or wants it to serve
+            elif departed.has_returned():
+                del self._departed[id]
+                self.fleet.cancel_drain(worker.id)
 
     def _worker(self, worker_id: str) -> Worker | None:
         try:

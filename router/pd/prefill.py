@@ -153,6 +153,9 @@ class Prefill:
             self._conclude(self._held)
         elif connecting:
             refusal = Refusal("upstream_unreachable", "The prefill worker cannot be reached.")
+            if leg.is_absent:
+                self._let_go(leg, "unreachable", refusal)
+                return
             self._conclude(Verdict("broke", "unreachable", Failure(refusal)))
         else:
             message = "The prefill's answer broke off before its end."
@@ -178,12 +181,16 @@ class Prefill:
         if self._held is not None:
             self._conclude(self._held)
             return
+        refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
+        self._let_go(leg, "broken", refusal)
+
+    def _let_go(self, leg: Leg, reason: str, refusal: Refusal) -> None:
+        """It ends without a verdict on the worker."""
         is_known = self._lost_decode
         leg.let_go("aborted")
         self._waker.wake()
         if not is_known:
-            refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
-            self._tell(Verdict("let_go", "broken", Failure(refusal)))
+            self._tell(Verdict("let_go", reason, Failure(refusal)))
 
     def on_crash(self, error: Exception) -> None:
         self._bug = error

@@ -203,7 +203,37 @@ def test_an_absent_worker_is_passed_over_at_once(engine: Engine) -> None:
 
     assert outcome.one.ending == "clean"
     assert outcome.one.ended_at < 2.0 + 1.0 + 0.5
-    assert outcome.facts[:3] == ["admitted", "leg_lost", "admitted"]
+    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+
+
+@pytest.mark.parametrize("engine", [NEW, OLD])
+def test_an_absent_worker_costs_neither_a_retry_nor_its_breaker(engine: Engine) -> None:
+    outcome = run(
+        engine,
+        engine,
+        engine,
+        clients=tuple(Client(at=2.0 + number / 100, tokens=2) for number in range(12)),
+        happenings=((1.5, "leave 0"), (1.5, "leave 1")),
+        looks=(3.0,),
+        request_max_retries=0,
+        breaker_failure_threshold=1,
+    )
+
+    assert [each.ending for each in outcome.got] == ["clean"] * 12
+    assert set(outcome.look.breakers.values()) == {"closed"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_where_nobody_at_all_is_there_the_client_is_told_so(stream: bool) -> None:
+    outcome = run(
+        NEW,
+        NEW,
+        clients=(Client(at=2.0, tokens=2, stream=stream),),
+        happenings=((1.5, "leave 0"), (1.5, "leave 1")),
+    )
+
+    assert outcome.one.code == "upstream_unreachable"
+    assert outcome.one.ended_at < 2.5
 
 
 def test_an_absent_worker_is_passed_over_in_a_move() -> None:
