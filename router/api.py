@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 import msgspec
+import structlog
 from attrs import asdict, evolve
 
 from router.calls import Call, has_key
@@ -32,6 +33,7 @@ from router.workerspec import ROLES, WorkerSpec
 from statemachines.router import RouterState
 
 T = TypeVar("T", bound=msgspec.Struct)
+_log = structlog.get_logger("baton")
 _JSON = b"application/json"
 _NO_WORKERS = Refusal("no_workers", "No worker is ready.")
 _ENCODE = msgspec.json.Encoder().encode
@@ -171,7 +173,8 @@ class Api:
         if not ready and not pairing.is_complete():
             refusal = pairing.missing() if self._fleet.has_halves else _NO_WORKERS
             raise _Refused(self._with_staleness(refusal))
-        shown = {"status": "ready", "workers": len(ready), **self._show_registry()}
+        every = sum(len(self._fleet.ready(role)) for role in ROLES)
+        shown = {"status": "ready", "workers": every, **self._show_registry()}
         return 200, _JSON, _ENCODE(shown)
 
     def _with_staleness(self, refusal: Refusal) -> Refusal:
@@ -181,7 +184,9 @@ class Api:
             return refusal
         seconds = f"{view.seconds_since_sync:.0f} seconds"
         return evolve(
-            refusal, message=f"{refusal.message} The registry has not been heard for {seconds}."
+            refusal,
+            message=f"{refusal.message} The registry has not been heard for {seconds}: "
+            f"{view.trouble or 'it has not answered yet'}.",
         )
 
     def _show_metrics(self, _call: Call, _found: Mapping[str, str]) -> Reply:
@@ -228,7 +233,9 @@ class Api:
         if view is None:
             return {}
         seconds = round(view.seconds_since_sync, 3)
-        return {"registry": asdict(evolve(view, seconds_since_sync=seconds))}
+        shown = asdict(evolve(view, seconds_since_sync=seconds))
+        del shown["trouble"]
+        return {"registry": shown}
 
     def _worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
         return 200, _JSON, _ENCODE(_show_worker(self._find(found["id"])))
@@ -249,6 +256,7 @@ class Api:
             if spec.is_behind_nats and not self._has_nats:
                 raise SettingsError("the router runs without --nats")
             worker = self._fleet.add(spec, Origin.API)
+            _log.info("worker", fact="added", worker=worker.id, url=worker.url)
         except SettingsError as error:
             raise _Refused(Refusal("bad_request", f"Not a worker: {error}.")) from None
         except DuplicateWorker:
@@ -258,6 +266,7 @@ class Api:
     def _remove_worker(self, _call: Call, found: Mapping[str, str]) -> Reply:
         worker = self._find(found["id"])
         self._fleet.remove(worker.id)
+        _log.info("worker", fact="removed", worker=worker.id)
         return 200, _JSON, _ENCODE(_show_worker(worker))
 
     def _drain_worker(self, call: Call, found: Mapping[str, str]) -> Reply:
@@ -267,7 +276,9 @@ class Api:
         if window is not None and not 0 <= window < float("inf"):
             refusal = Refusal("bad_request", "The window is in seconds.", param="timeout_secs")
             raise _Refused(refusal)
-        self._house.drain_worker(worker, self._drain_seconds if window is None else window)
+        seconds = self._drain_seconds if window is None else window
+        self._house.drain_worker(worker, seconds)
+        _log.info("worker", fact="drained", worker=worker.id, seconds=seconds)
         return 200, _JSON, _ENCODE(_show_worker(worker))
 
     def _find(self, worker_id: str) -> Worker:

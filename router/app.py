@@ -354,6 +354,7 @@ class App:
             engine=self.settings.engine,
             on_bug=self._on_background_bug,
             on_lost=self.metrics.nats_lost,
+            on_expired=wire.lose_worker,
         )
         self.spawn(self._registry.run)
 

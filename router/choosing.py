@@ -55,11 +55,17 @@ class Chooser:
         now: float,
         tried: Collection[Worker] = (),
         model: str | None = None,
+        last: Collection[Worker] = (),
     ) -> Choice | None:
         """A worker and its permit, or None when all the candidates have been tried.
 
-        Closing the permit, once, is the caller's duty. Turns are taken per model.
+        Those in `last` are for when no other takes anything. Closing the permit, once, is the
+        caller's duty. Turns are taken per model.
         """
+        if last:
+            choice = self.choose_open(candidates, now, {*tried, *last}, model)
+            if choice is not None:
+                return choice
         worker = self.policy.pick(candidates, tried, model)
         if worker is None:
             return None

@@ -98,10 +98,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from router.agent.settings import env_for_serve
+
     try:
         settings = load_settings(
             given_words(arguments, OPTIONS),
-            os.environ,
+            env_for_serve(os.environ),
             arguments.config or os.environ.get("BATON_CONFIG") or None,
         )
         if arguments.print_config:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from attrs import evolve, frozen
 
@@ -88,9 +89,24 @@ class Workers(Kind[tuple[WorkerSpec, ...]]):
 
 @frozen
 class NatsUrl(Text):
-    """A NATS URL, shown without its credentials."""
+    """Servers of one NATS cluster, separated by commas; shown without their credentials."""
 
     metavar: str = "URL"
+
+    def check(self, value: str | None) -> None:
+        super().check(value)
+        if value is None:
+            return
+        for each in value.split(","):
+            try:
+                url = urlsplit(each.strip())
+                is_right = url.scheme in ("nats", "tls") and bool(url.hostname) and url.port != 0
+            except ValueError:  # a port that is none, or half of an IPv6 address
+                is_right = False
+            if not is_right or url.path not in ("", "/") or url.query or url.fragment:
+                # Cut at a comma, a password may look like an address.
+                shown = "" if "@" in value else f", not {each.strip()!r}"
+                raise ValueError(f"must be nats://HOST:PORT or tls://HOST:PORT{shown}")
 
     def masked(self, word: str) -> str:
         return re.sub(r"//[^/@]*@", "//********@", word)

@@ -144,7 +144,10 @@ class Exchange:
             self._answering.end()
 
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
-        if connecting:
+        if leg.is_absent:
+            leg.worker.probe_soon()
+            self.lose(leg, "let_go", "handed_back", Failure(unreachable()), was_sent=False)
+        elif connecting:
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
         elif not self.survives(leg, "broke"):
@@ -164,8 +167,12 @@ class Exchange:
         if moving is not None and moving.can_rephrase:
             self.refuse_unfaithful(leg)
             return
+        message = f"The message broker carries at most {limit} bytes, and the request is larger."
+        failure = Failure(Refusal("body_too_large", message))
+        if self.ticket.state is S.DISPATCHING and not self.observer.has_other_way(self):
+            self.lose(leg, "let_go", "rejected", failure)
+            return
         self.ticket.tried.add(leg.worker)
-        failure = Failure(Refusal("body_too_large", f"The request is larger than {limit} bytes."))
         if self.ticket.state is S.RESUMING:
             failure = Failure(broken())  # what is too large is not what the client wrote
         leg.fire("handed_back")
@@ -174,7 +181,8 @@ class Exchange:
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         if not self.survives(leg, "let_go"):
             refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
-            self.lose(leg, "let_go", "leg_lost", Failure(refusal))
+            self.ticket.note_miss(leg.worker)
+            self.lose(leg, "let_go", "leg_lost", Failure(refusal), is_blamed=False)
 
     def survives(self, leg: Leg, leg_fact: str) -> bool:
         """The leg is lost by this fact; whether that ended the request as it should."""
@@ -212,12 +220,23 @@ class Exchange:
     # What an answer needs
 
     def lose(
-        self, leg: Leg, leg_fact: str, fact: str, failure: Failure, *, was_sent: bool = True
+        self,
+        leg: Leg,
+        leg_fact: str,
+        fact: str,
+        failure: Failure,
+        *,
+        was_sent: bool = True,
+        is_blamed: bool = True,
     ) -> None:
-        """The leg ended badly: its own fact, then the request's."""
+        """The leg ended badly: its own fact, then the request's.
+
+        `is_blamed`: the worker is not given this request again.
+        """
         ticket, moving = self.ticket, self.ticket.moving
         if fact != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
-            ticket.tried.add(leg.worker)
+            if is_blamed:
+                ticket.tried.add(leg.worker)
             if moving is not None:
                 self._note_break(leg, moving, leg_fact, was_sent=was_sent)
         leg.fire(leg_fact)
@@ -254,8 +273,10 @@ class Exchange:
         can_move = self.ticket.moving is not None and (
             self.ticket.state in (S.DISPATCHING, S.RESUMING) or self.ticket.can_migrate
         )
-        if self.leg is leg and leg.state in _GIVEN_BACK_FROM and can_move:
-            self.lose(leg, "handed_back", "handed_back", Failure(leaving()))
+        if self.leg is leg and leg.is_open and can_move:
+            # Without a sign of the worker there was nothing that it could give back.
+            leg_fact = "handed_back" if leg.state in _GIVEN_BACK_FROM else "let_go"
+            self.lose(leg, leg_fact, "handed_back", Failure(leaving()))
 
     def complete(self, leg: Leg, leg_fact: str = "completed", fact: str = "completed") -> None:
         """The client has the whole good answer."""
@@ -267,6 +288,7 @@ class Exchange:
         """The first content of this attempt is about to be written."""
         if self.ticket.first_token_at is None:
             self.ticket.first_token_at = self.channel.reactor.now
+        self.ticket.missed.clear()
         is_resumed = self.ticket.state is S.RESUMING
         leg.fire("first_token")
         self.fire("first_token")

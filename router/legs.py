@@ -127,6 +127,14 @@ class Leg:
         """Not in a final state."""
         return self.state not in LEG.final
 
+    @property
+    def is_absent(self) -> bool:
+        """Broken like this, nobody was there: the broker knows of no agent, and said so at once.
+
+        Who left needs no breaker to be kept away from, and asking the next one costs nothing.
+        """
+        return self.worker.is_behind_nats and self.state is LegState.CONNECTING
+
     def attach(self, upstream: Sent) -> None:
         """Take the connection over; it may have failed already."""
         if self.is_open:

@@ -191,7 +191,7 @@ class Mover:
             pair = self.pairs.choose(exchange, excluded)
             return pair if isinstance(pair, PairChoice) else None
         ready = self.fleet.ready("mixed", ticket.model)
-        return self.chooser.choose(ready, now, excluded, ticket.model)
+        return self.chooser.choose(ready, now, excluded, ticket.model, ticket.missed)
 
 
 def log_move(exchange: Exchange, moving: Moving, gap_seconds: float) -> None:

@@ -17,6 +17,9 @@ class Observer(Protocol):
     def conclude(self, exchange: Exchange) -> None:
         """The request's machine has come to its end; called once."""
 
+    def has_other_way(self, exchange: Exchange) -> bool:
+        """Some worker that could take the request is not behind a message broker."""
+
     def arrived(self, exchange: Exchange) -> None:
         """A move has produced content."""
 

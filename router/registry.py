@@ -38,6 +38,8 @@ ANSWER_SECONDS = 2.0
 BLIND_SECONDS = 2 * RENEW_SECONDS + ANSWER_SECONDS
 #: A registry that cannot be read for so long is complained of, once.
 COMPLAIN_SECONDS = TTL_SECONDS
+#: The same while the broker itself answers: a registry that is there is read in moments.
+SILENT_SECONDS = 2.0
 #: An entry that has expired is looked at again after this: its renewal may be on its way.
 SECOND_LOOK_SECONDS = 0.5
 
@@ -58,6 +60,8 @@ class View:
     """Workers that are registered, as far as is known."""
     refused: int
     """How often something in the registry was no entry."""
+    trouble: str = ""
+    """Why there is no view of it, for people."""
 
 
 @define(eq=False)
@@ -78,6 +82,20 @@ class _Followed:
 
 
 @define(eq=False)
+class _Departed:
+    """A worker that the operator named, and that has deregistered."""
+
+    worker: Worker
+    #: Nobody has answered for it since.
+    is_gone: bool = False
+
+    def has_returned(self) -> bool:
+        """Whether somebody answers for it again: until its agent is gone, that one still does."""
+        self.is_gone = self.is_gone or self.worker.is_silent
+        return self.is_gone and self.worker.passes > 0
+
+
+@define(eq=False)
 class Registry:
     """Follows one bucket of one broker; `run` does it."""
 
@@ -88,10 +106,14 @@ class Registry:
     engine: str
     on_bug: Callable[[Exception], None]
     on_lost: Callable[[], None]
+    #: Told who has gone without deregistering.
+    on_expired: Callable[[str], None]
     is_synced: bool = field(init=False, default=False)
     #: Entries that were no entries.
     refused: int = field(init=False, default=0)
     _followed: dict[str, _Followed] = field(init=False, factory=dict)
+    #: By id.
+    _departed: dict[str, _Departed] = field(init=False, factory=dict)
     _refusals: dict[str, str] = field(init=False, factory=dict)
     _changes: deque[Change | None] = field(init=False, factory=deque)
     _waker: Waker = field(init=False, factory=Waker)
@@ -112,6 +134,7 @@ class Registry:
             seconds_since_sync=max(0.0, trio.current_time() - self._heard_at),
             entries=len(self._followed),
             refused=self.refused,
+            trouble="" if self.is_synced else self._trouble(),
         )
 
     async def run(self) -> None:
@@ -211,8 +234,10 @@ class Registry:
         if is_there and self.is_synced and not self._changes:
             self._hear()
             await self._drop_overdue(asked_at)
-        if not self.is_synced and asked_at - self._heard_at >= COMPLAIN_SECONDS:
+        patience = SILENT_SECONDS if is_there else COMPLAIN_SECONDS
+        if not self.is_synced and asked_at - self._heard_at >= patience:
             self._complain()
+        self._look_for_returned()
         nearest = min((each.due for each in self._followed.values()), default=float("inf"))
         now = trio.current_time()
         self._beat_at = min(asked_at + RENEW_SECONDS, max(nearest, now + SECOND_LOOK_SECONDS))
@@ -221,17 +246,21 @@ class Registry:
         if self._has_complained:
             return
         self._has_complained = True
-        why = "the broker is there, but not the registry: is JetStream on, and permitted?"
-        if not self.broker.is_connected:
-            why = "the broker is away"
-        _log.warning("registry", fact="unreadable", why=why, bucket=self.bucket)
+        _log.warning("registry", fact="unreadable", why=self._trouble(), bucket=self.bucket)
+
+    def _trouble(self) -> str:
+        if self.broker.is_connected:
+            return "the broker is there, but not the registry (is JetStream on, and permitted?)"
+        return f"the broker is away: {self.broker.trouble}".removesuffix(": ")
 
     async def _drop_overdue(self, moment: float) -> None:
         left = [key for key, each in self._followed.items() if each.due <= moment]
         for number, key in enumerate(left, start=1):
             if self._changes:
                 return  # one of them may have been renewed; the next beat looks again
+            worker_id = self._followed[key].entry.id
             self._drop(key, "expired")
+            self.on_expired(worker_id)
             if number % CHANGES_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
 
@@ -296,6 +325,8 @@ class Registry:
         _log.info("registry", fact="joined", worker=entry.id, named_by=worker.origin.value)
         worker.elsewhere = max(0, entry.inflight - worker.inflight)
         self._learn(worker, entry)
+        departed = self._departed.pop(entry.id, None)
+        followed.is_drained_here = departed is not None and departed.worker is worker
         self._follow_state(worker, followed)
         if worker.last_probe is None:
             self._vouch(worker)
@@ -348,8 +379,27 @@ class Registry:
         worker.elsewhere = 0
         if worker.origin is Origin.REGISTRY:
             self.fleet.remove(worker.id)
+        elif why == "deleted" and worker.is_behind_nats:
+            self._depart(worker, is_drained_here=followed.is_drained_here)
         elif followed.is_drained_here:
             self.fleet.cancel_drain(worker.id)
+
+    def _depart(self, worker: Worker, *, is_drained_here: bool) -> None:
+        """Its agent drains, or has ended: it gets nothing until somebody answers for it anew."""
+        if worker.state is not WorkerState.DRAINING:
+            self.fleet.drain(worker.id)
+        elif not is_drained_here:
+            return  # the operator drains it
+        self._departed[worker.id] = _Departed(worker)
+
+    def _look_for_returned(self) -> None:
+        for id, departed in list(self._departed.items()):
+            worker = departed.worker
+            if worker.state is not WorkerState.DRAINING:
+                del self._departed[id]  # the operator has removed it, or wants it to serve
+            elif departed.has_returned():
+                del self._departed[id]
+                self.fleet.cancel_drain(worker.id)
 
     def _worker(self, worker_id: str) -> Worker | None:
         try:

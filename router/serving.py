@@ -300,7 +300,7 @@ class Serving:
         ticket, model = exchange.ticket, exchange.ticket.model
         now = self.reactor.now
         candidates = self.fleet.ready("mixed", model) or self._ready_halves(exchange)
-        choice = self.chooser.choose(candidates, now, ticket.tried, model)
+        choice = self.chooser.choose(candidates, now, ticket.tried, model, ticket.missed)
         if choice is None:
             exchange.fire("refused", ticket.failure or Failure(self._nobody(model)))
             return
@@ -438,6 +438,16 @@ class Serving:
         self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
         if leg.is_stream:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
+
+    def has_other_way(self, exchange: Exchange) -> bool:
+        """Some worker that could take the request is not behind a message broker."""
+        ticket = exchange.ticket
+        roles = ("prefill", "decode") if ticket.is_paired else ("mixed",)
+        return any(
+            not worker.is_behind_nats and worker not in ticket.tried
+            for role in roles
+            for worker in self.fleet.ready(role, ticket.model)
+        )
 
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug was met in this request, which may be over by now."""

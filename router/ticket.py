@@ -7,6 +7,7 @@ text. It is pure: it neither sends nor closes anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from attrs import define, field, frozen
@@ -19,6 +20,9 @@ from statemachines import REQUEST, Edge
 from statemachines.request import RequestState
 
 Listener = Callable[["Ticket", Edge], None]
+
+#: Answers that a worker's wire may lose in a row before this request is kept away from it.
+MISSES_MAX = 3
 
 
 @frozen
@@ -61,6 +65,9 @@ class Ticket:
     attempts: int = 0
     #: Workers that failed this request; none of them gets it again.
     tried: set[Worker] = field(factory=set)
+    #: Workers whose answers were lost on their way since the last content, and how often: others
+    #: come first, but they did nothing wrong.
+    missed: Counter[Worker] = field(factory=Counter)
     #: The worker of the last dispatch, and its prefill worker where it went to a pair.
     worker: Worker | None = None
     prefill_worker: Worker | None = None
@@ -77,6 +84,12 @@ class Ticket:
     status: int = 0
     #: Moment and edge of every transition (seconds on Trio's clock).
     history: list[tuple[float, Edge]] = field(factory=list)
+
+    def note_miss(self, worker: Worker) -> None:
+        """An answer was lost on its way; a way that loses several in a row is as good as none."""
+        self.missed[worker] += 1
+        if self.missed[worker] >= MISSES_MAX:
+            self.tried.add(worker)
 
     @property
     def can_retry(self) -> bool:

@@ -44,7 +44,7 @@ HANDBACK = Chart(
     facts={
         "sent": "a connection to the engine is there and the request is being written",
         "answered": "status and headers of the engine's answer are there",
-        "ended": "the answer is complete and the broker has taken all of it",
+        "ended": "the answer is complete, and its last frame waits for the broker at most",
         "malformed": "the message is none that an engine could be asked with",
         "broke": "the engine refuses connections, or cut this one",
         "stalled": "the engine was silent for longer than --nats-req-idle-timeout",

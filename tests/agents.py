@@ -79,6 +79,8 @@ class Asked:
     #: It reads the numbers of frames.
     understands: bool = True
     frames: list[Frame] = field(factory=list)
+    #: When a heartbeat came that takes no number.
+    beats: list[float] = field(factory=list)
     changed: trio.Event = field(factory=trio.Event)
 
     @property
@@ -210,6 +212,11 @@ class Stage:
                     asked.is_absent = True
                     continue
                 kind = message.headers.get("rs-type", "data")
+                if kind == "still":
+                    asked.beats.append(trio.current_time() - self.began_at)
+                    continue
+                if message.headers["rs-seq"] in [each.headers["rs-seq"] for each in asked.frames]:
+                    continue  # it came twice
                 now = trio.current_time() - self.began_at
                 asked.frames.append(Frame(kind, message.payload, message.headers, now))
             asked.changed.set()

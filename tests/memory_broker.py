@@ -22,6 +22,7 @@ from attrs import define, field
 from router.wires.nats.broker import (
     MAX_PAYLOAD_DEFAULT,
     NO_RESPONDERS,
+    QUEUE_AGE_SECONDS,
     STATUS,
     Backlog,
     BrokerAway,
@@ -61,6 +62,8 @@ class Stored:
 
     sequence: int
     message: Message
+    #: When it is forgotten.
+    until: float
 
 
 @define(eq=False)
@@ -81,6 +84,9 @@ class Stream:
 
     subjects: tuple[str, ...]
     max_messages: int
+    max_age_seconds: float
+    #: The number of the one that was stored last.
+    last: int = 0
     stored: dict[int, Stored] = field(factory=dict)
     durables: dict[str, Durable] = field(factory=dict)
 
@@ -110,7 +116,6 @@ class MemoryServer:
         self._work: deque[Callable[[], None]] = deque()
         self._is_stalled = False
         self._is_woken = False
-        self._sequences = count(1)
         self._timer: trio.CancelScope | None = None
 
     def broker(self, *, is_connected: bool = True) -> MemoryBroker:
@@ -269,9 +274,10 @@ class MemoryServer:
         """Its number, or None when the stream is full."""
         if len(stream.stored) >= stream.max_messages:
             return None
-        sequence = next(self._sequences)
-        stream.stored[sequence] = Stored(sequence, message)
-        return sequence
+        stream.last += 1
+        until = trio.current_time() + stream.max_age_seconds
+        stream.stored[stream.last] = Stored(stream.last, message, until)
+        return stream.last
 
     def hand_out(self) -> None:
         """Give stored messages to those who consume."""
@@ -294,6 +300,9 @@ class MemoryServer:
             for at, times in durable.handed.values()
             if times < durable.max_deliver
         ]
+        moments += [
+            stored.until for stream in self.streams.values() for stored in stream.stored.values()
+        ]
         if moments:
             self._timer = trio.CancelScope(deadline=float("inf"))
             trio.lowlevel.spawn_system_task(self._age, self._timer, min(moments))
@@ -312,6 +321,9 @@ class MemoryServer:
             for key in [key for key, (_, end) in entries.values.items() if end <= now]:
                 del entries.values[key]
                 self.change(name, Change(ChangeKind.EXPIRED, key))
+        for stream in self.streams.values():
+            for sequence in [key for key, each in stream.stored.items() if each.until <= now]:
+                del stream.stored[sequence]
 
     def change(self, bucket: str, change: Change) -> None:
         """Tell a bucket's watchers."""
@@ -329,6 +341,7 @@ class MemoryBroker:
         self.on_state: list[Callable[[bool], None]] = []
         self.is_cut = False
         self.is_connected = False
+        self.trouble = ""
         self.subscriptions: list[MemorySubscription] = []
         self.watches: list[MemoryWatch] = []
         self.consumptions: list[MemoryConsumption] = []
@@ -426,9 +439,14 @@ class MemoryBroker:
         return MemoryBucket(self, name, ttl_seconds)
 
     def work_queue(
-        self, stream: str, subjects: Sequence[str], *, max_messages: int
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        max_messages: int,
+        max_age_seconds: float = QUEUE_AGE_SECONDS,
     ) -> MemoryWorkQueue:
-        return MemoryWorkQueue(self, stream, tuple(subjects), max_messages)
+        return MemoryWorkQueue(self, stream, tuple(subjects), max_messages, max_age_seconds)
 
     async def ask(self) -> None:
         """What a round trip to the server is: it may hang, or break."""
@@ -540,7 +558,7 @@ class MemoryJob:
     """A stored message that was handed out."""
 
     consumption: MemoryConsumption
-    sequence: int
+    number: int
     message: Message
 
     def ack(self) -> None:
@@ -551,8 +569,8 @@ class MemoryJob:
     def _forget(self) -> None:
         stream = self.consumption.queue.found()
         durable = stream.durables.get(self.consumption.durable)
-        if durable is not None and durable.handed.pop(self.sequence, None) is not None:
-            stream.stored.pop(self.sequence, None)
+        if durable is not None and durable.handed.pop(self.number, None) is not None:
+            stream.stored.pop(self.number, None)
 
 
 @define(eq=False)
@@ -614,11 +632,13 @@ class MemoryWorkQueue:
     stream: str
     subjects: tuple[str, ...]
     max_messages: int
+    max_age_seconds: float
 
     def found(self) -> Stream:
         """The server's, made if it is missing."""
         streams = self.broker.server.streams
-        return streams.setdefault(self.stream, Stream(self.subjects, self.max_messages))
+        made = Stream(self.subjects, self.max_messages, self.max_age_seconds)
+        return streams.setdefault(self.stream, made)
 
     async def publish(
         self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None
@@ -663,6 +683,10 @@ class MemoryWorkQueue:
         ours = [s for s in stream.stored.values() if matches(consumer.subject, s.message.subject)]
         waiting = sum(1 for each in ours if each.sequence not in consumer.handed)
         return Backlog(waiting, len(consumer.handed))
+
+    async def last_number(self) -> int:
+        await self.broker.ask()
+        return self.found().last
 
     async def delete_consumer(self, durable: str) -> None:
         await self.broker.ask()

@@ -61,7 +61,7 @@ class Running:
         lines = {"rs-type": kind} | {f"rs-{key}": value for key, value in headers.items()}
         if not self.peer.is_old:
             lines["rs-seq"] = str(self.seq)
-        self.seq += 1
+        self.seq += kind != "still"
         self.said_at = trio.current_time()
         with suppress(BrokerAway):
             self.peer.broker.publish(self.inbox, payload, headers=lines)
@@ -91,6 +91,7 @@ class Peer:
     def start(self) -> None:
         """Begin to take requests."""
         name = token(self.id)
+        self.broker.on_state.append(self._state_changed)
         self.broker.subscribe(f"infera.cancel.{name}", self._cancelled, on_lost=lambda _: None)
         subject = f"infera.req.{name}"
         if self.queues:
@@ -100,6 +101,17 @@ class Peer:
             queue.consume(name, subject, self._handed, on_lost=lambda _: None)
         else:
             self.broker.subscribe(subject, self._taken, on_lost=lambda _: None)
+
+    def _state_changed(self, is_connected: bool) -> None:
+        for running in list(self.running.values()) if is_connected else ():
+            self.nursery.start_soon(self._show, running)
+
+    async def _show(self, running: Running) -> None:
+        """What a router has missed shows in the number of the next frame."""
+        for _ in range(3):
+            if "still" in running.accepts:
+                running.say("still")
+            await trio.sleep(1.0)
 
     # What a story does to it
 
@@ -177,7 +189,7 @@ class Peer:
         while True:
             await trio.sleep_until(running.said_at + HEARTBEAT_SECONDS)
             if trio.current_time() >= running.said_at + HEARTBEAT_SECONDS:
-                running.say("heartbeat")
+                running.say("still" if "still" in running.accepts else "heartbeat")
 
     async def _proxy(self, running: Running, request: dict[str, object]) -> None:
         try:

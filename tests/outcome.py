@@ -265,7 +265,7 @@ class Outcome:
 
     def sum(self, name: str) -> float:
         """The sum of all series of a metric."""
-        return sum(value for key, value in self.metrics.items() if key.startswith(name + "{"))
+        return sum(value for key, value in self.metrics.items() if key.partition("{")[0] == name)
 
 
 def series(name: str, labels: dict[str, str]) -> str:

@@ -123,7 +123,10 @@ def its_history_is_legal(ticket: Ticket) -> None:
 
 
 def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
-    """Further ones while the client has nothing; later, no worker twice and no move too many."""
+    """Further ones while the client has nothing; later, no worker twice and no move too many.
+
+    Answers that a broker has lost blame nobody: their workers may be asked again.
+    """
     name, default = ("pd_max_retries", 0) if ticket.is_paired else ("request_max_retries", 1)
     retries = outcome.plan.settings.get(name, default)
     moves = outcome.plan.settings.get("migration_limit", 0)
@@ -135,7 +138,8 @@ def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
     assert begun <= 1 + retries + given_back, f"{ticket.id} began {begun} times"
     resumed = ticket.attempts - begun
     rephrased = sum(_is_rephrased(each) for each in facts)
-    assert resumed <= len(outcome.engines) - begun + rephrased, f"{ticket.id} resumed {resumed}"
+    others = len(outcome.engines) - begun + rephrased + missed_of(outcome)
+    assert resumed <= others, f"{ticket.id} resumed {resumed}"
     made = sum(
         source is RequestState.RESUMING for source, fact, _ in facts if fact == "first_token"
     )
@@ -185,17 +189,23 @@ def no_engine_works_for_nobody(outcome: Outcome) -> None:
         assert engine.inflight == 0, f"{engine.settings.name} still works"
 
 
+def missed_of(outcome: Outcome) -> int:
+    """Answers that were lost on their way, of all requests."""
+    return int(outcome.sum("baton_nats_missed_total"))
+
+
 def no_engine_is_asked_twice(outcome: Outcome) -> None:
     """One request goes to one worker once; twice only where a kept connection was stale.
 
     A continuation that was refused may come again in its other form, and half of a pair may be
-    asked again when its partner has failed: that is another room, and another name.
+    asked again when its partner has failed: that is another room, and another name. So may whoever
+    had its answer lost by a broker.
     """
     named = Counter(ticket.id for ticket in outcome.tickets)
     for ticket in outcome.tickets:
         facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
         named[ticket.id] += sum(map(_is_rephrased, facts))
-        named[ticket.id] += (ticket.attempts - 1) * ticket.is_paired
+        named[ticket.id] += (ticket.attempts - 1) * ticket.is_paired + missed_of(outcome)
     for number, engine in enumerate(outcome.engines):
         asked: dict[str, list[bool]] = {}
         for each in outcome.work(number):

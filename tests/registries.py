@@ -35,6 +35,8 @@ class Router:
     #: Who left, and when.
     left: list[tuple[float, str]] = field(factory=list)
     joined: list[tuple[float, str]] = field(factory=list)
+    #: Who left without deregistering.
+    expired: list[str] = field(factory=list)
     losses: int = 0
     registry: Registry = field(init=False)
 
@@ -48,6 +50,7 @@ class Router:
             engine="auto",
             on_bug=self.bugs.append,
             on_lost=self._count_loss,
+            on_expired=self.expired.append,
         )
 
     def _count_loss(self) -> None:

@@ -296,12 +296,13 @@ def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitabl
 
 async def _happen(run: Run, moment: float, what: str) -> None:
     """One of: drain N [SECONDS], undrain N, remove N, add N, faults N TEXT, heal N, silent N, stop,
-    replace N M, crash; of NATS: die N, leave N, down, forget, up, cut, mend, stall, go_on,
-    lose N AFTER.
+    replace N M, crash; of NATS: die N, leave N, down, forget, up, cut, mend, cut_off N,
+    rejoin N, stall, go_on, lose N AFTER.
 
     A drain with seconds has a window, after which streams that can move are moved. `replace`: the
     engine M answers at the address of N, too. `die`, `leave`: the agent of N is killed, or its
-    drain window ends. `cut`, `mend`: the router's connection to the broker. `lose`: one
+    drain window ends. `cut`, `mend`: the router's connection to the broker; `cut_off N`,
+    `rejoin N`: the one of an agent. `lose`: one
     message to the router, after so many others. `crash`: a bug is met in every request.
     """
     await trio.sleep_until(run.plan.begin + moment)
@@ -328,6 +329,8 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         "forget": lambda: run.server.down(forgets=True),
         "up": run.server.up,
         "cut": lambda: run.server.cut(run.broker),
+        "cut_off": lambda: run.server.cut(run.peers[place].broker),
+        "rejoin": lambda: run.server.mend(run.peers[place].broker),
         "mend": lambda: run.server.mend(run.broker),
         "stall": run.server.stall,
         "go_on": run.server.go_on,

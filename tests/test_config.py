@@ -1,6 +1,7 @@
 """Settings: one table of options under three spellings; checks are loops over that table."""
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from attrs import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.agent.settings import env_for_serve
+from router.agent.settings import load_settings as agent_settings
 from router.config import (
     NOT_YET,
     OPTIONS,
+    NatsUrl,
     NotYet,
     Settings,
     SettingsError,
@@ -53,6 +57,8 @@ def sample(each: Option, tmp_path: Path) -> list[str]:
         return [str(file)]
     if kind.metavar == "PATH":
         return ["/elsewhere"]
+    if isinstance(kind, NatsUrl):
+        return ["nats://a:1,tls://b"]
     return ["one", "two"] if kind.several else ["one"]
 
 
@@ -64,6 +70,8 @@ def other(each: Option, words: list[str]) -> list[str]:
         return ["http://c:3"]
     if each.kind.metavar == "FILE":
         return [__file__]
+    if isinstance(each.kind, NatsUrl):
+        return ["nats://c"]
     return each.kind.words(each.default) or ["three"]
 
 
@@ -299,6 +307,39 @@ def test_a_worker_is_a_url_with_options() -> None:
     )
 
 
+NATS_URLS = (
+    "nats://h:4222",
+    "tls://h",
+    "nats://u:pw@h",
+    "nats://[::1]:4222",
+    "nats://a,tls://b:1",
+)
+NO_NATS_URLS = (
+    *("foo", "h:4222", "http://x:1", "ws://h", "nats://", "nats://:4222", "nats://h:x"),
+    *("nats://h/x", "nats://a,", "nats://a,b", "nats://[::1", "nats://u:p,w@h", "nats://h:99999"),
+)
+
+
+@pytest.mark.parametrize("settings", [load_settings, agent_settings])
+def test_a_broker_is_named_by_one_or_several_urls(settings: Callable[..., object]) -> None:
+    for url in NATS_URLS:
+        settings({"nats": [url]}, {})
+    for url in NO_NATS_URLS:
+        with pytest.raises(SettingsError, match="must be nats://HOST:PORT") as refused:
+            settings({"nats": [url]}, {})
+        assert "p,w" not in str(refused.value)
+
+
+def test_serve_passes_over_what_only_the_agent_knows() -> None:
+    both = {"BATON_ENGINE_URL": "http://h:1", "BATON_ID": "w1", "BATON_NATS": "nats://n"}
+
+    assert env_for_serve(both) == {"BATON_NATS": "nats://n"}
+    assert load_settings({}, env_for_serve(both)).nats == "nats://n"
+    assert agent_settings({}, {**both, "BATON_PORT": "1"}).id == "w1"
+    with pytest.raises(SettingsError, match="BATON_ENGIN_URL"):
+        load_settings({}, env_for_serve({"BATON_ENGIN_URL": "x"}))
+
+
 def test_a_worker_behind_nats_needs_a_nats() -> None:
     with pytest.raises(SettingsError, match="nats:w1 is behind NATS, but --nats does not say"):
         load_settings({"worker_urls": ["nats:w1"]}, {})
@@ -473,3 +514,11 @@ def test_the_table_in_the_docs_is_fresh() -> None:
     page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
 
     assert f"<!-- generated: options -->\n{blocks()['options']}<!-- /generated -->" in page
+
+
+def test_the_readme_names_what_is_not_there_yet() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for row in NOT_YET:
+        assert f"`{BY_KEY[row.key].flag}`" in readme, row
+        for value in row.values:
+            assert f"`{value}`" in readme, row

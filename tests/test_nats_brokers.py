@@ -443,6 +443,54 @@ async def test_what_a_deleted_consumer_left_goes_to_the_next(world: World) -> No
 
 
 @in_both_worlds
+async def test_what_is_stored_is_numbered_in_order(world: World) -> None:
+    """Before the newest or after it: what was there already can be told from what comes."""
+    broker = await world.broker()
+    stream, told = name("Q"), Told()
+    ours, theirs = name("q"), name("q")
+    queue = broker.work_queue(stream, [ours, theirs], max_messages=100)
+    assert await queue.last_number() == 0
+    await queue.publish(ours, b"1")
+    await queue.publish(theirs, b"2")
+    assert await queue.last_number() == 2
+    queue.consume("a", ours, told.on_jobs, on_lost=told.on_lost)
+    await queue.publish(ours, b"3")
+    await told.until(lambda: len(told.jobs) == 2)
+
+    assert [each.number for each in told.jobs] == [1, 3]
+    for each in told.jobs:
+        each.ack()
+    await broker.flush(5)
+    assert await queue.last_number() == 3
+
+    await world.down()
+    await world.up()
+    assert await queue.last_number() == 0
+
+
+@in_both_worlds
+async def test_what_nobody_takes_is_not_kept_for_ever(world: World) -> None:
+    broker = await world.broker()
+    subject, told = name("q"), Told()
+    queue = broker.work_queue(name("Q"), [subject], max_messages=1, max_age_seconds=0.5)
+    await queue.publish(subject, b"old")
+    with pytest.raises(QueueFull):
+        await queue.publish(subject, b"too many")
+
+    with trio.fail_after(5):
+        while True:
+            try:
+                await queue.publish(subject, b"new")
+                break
+            except QueueFull:
+                await trio.sleep(0.1)
+    queue.consume("a", subject, told.on_jobs, on_lost=told.on_lost)
+    await told.until(lambda: bool(told.jobs))
+
+    assert told.work == [b"new"]
+
+
+@in_both_worlds
 async def test_draining_a_consumer_leaves_nothing_in_between(world: World) -> None:
     here, there = await world.broker(), await world.broker()
     stream, subject, told = name("Q"), name("q"), Told()

@@ -23,6 +23,7 @@ from router.wires.nats.protocol import (
     DONE,
     DRAIN_NOTICE,
     ERROR,
+    FROM,
     HEAD,
     HEARTBEAT,
     HEARTBEAT_LOST_SECONDS,
@@ -216,7 +217,7 @@ async def test_a_request_says_what_the_worker_has_to_know(autojump_clock: MockCl
             "migratable": False,
             "body": {},
         }
-        assert request.headers == {"rs-accept": "head,heartbeat", INBOX: sent.reply}
+        assert request.headers == {"rs-accept": "head,heartbeat,still", INBOX: sent.reply}
         assert request.reply == sent.reply
         assert asked.told == []
         sent.close()
@@ -606,6 +607,49 @@ async def test_the_last_cancels_are_sent_at_the_end(autojump_clock: MockClock) -
         await it.wire.flush()
 
         assert it.cancels == [sent.reply] * 2
+
+
+#### Two agents with one id
+
+
+def of(sender: str, kind: str, seq: int) -> tuple[bytes, dict[str, str]]:
+    payload, headers = frame(kind, seq)
+    data = (sender.encode() or EVENT) if kind == DATA else payload
+    return data, {**headers, FROM: sender} if sender else headers
+
+
+TWO = sorted(set(permutations("aaaabbbb", 8)))
+
+
+@pytest.mark.parametrize("other", ["b", ""])
+async def test_of_two_who_answer_the_first_is_heard(autojump_clock: MockClock, other: str) -> None:
+    """Every order in which the frames of two may come, singly and in one batch."""
+    kinds = (HEAD, DATA, DATA, DONE)
+    async with world() as it:
+        for order, is_batch in product(TWO, (False, True)):
+            asked, sent = await it.begin()
+            counts = {"a": 0, "b": 0}
+            for who in order:
+                seq, counts[who] = counts[who], counts[who] + 1
+                it.tell(sent, *of("a" if who == "a" else other, kinds[seq], seq))
+                if not is_batch:
+                    await wait_all_tasks_blocked()
+            await wait_all_tasks_blocked()
+
+            first = "a" if order[0] == "a" else other
+            assert asked.told == ["connected", 200, "body", "end"], (order, is_batch)
+            assert asked.body == (first.encode() or EVENT) * 2, (order, is_batch)
+
+
+async def test_who_is_not_heard_fills_no_gap(autojump_clock: MockClock) -> None:
+    async with world() as it:
+        asked, sent = await it.begin()
+        for sender, kind, seq in (("a", HEAD, 0), ("a", DATA, 1), ("b", DATA, 2), ("a", DATA, 3)):
+            it.tell(sent, *of(sender, kind, seq))
+        await wait_all_tasks_blocked()
+
+        assert asked.told == ["connected", 200, "body", "missed"]
+        assert asked.body == b"a"
 
 
 #### Slow clients

@@ -10,14 +10,16 @@ from __future__ import annotations
 import ssl
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
+from secrets import token_hex
 
 import httpx
 import structlog
 import trio
 from attrs import define, field
 
-from router.agent.draining import FLUSH_SECONDS, Drain, DrainDoor
+from router.agent.draining import FLUSH_SECONDS, LINGER_SECONDS, Drain, DrainDoor
 from router.agent.intake import Intake
+from router.agent.presence import Hello, Presence, Stage
 from router.agent.proxied import Proxied
 from router.agent.registration import Registration
 from router.agent.settings import AgentSettings
@@ -48,6 +50,8 @@ class Agent:
     network: Network
     logs: Logs
     broker: Broker
+    #: Names this process among all that ever had its worker's id.
+    instance: str = field(init=False, factory=lambda: token_hex(4))
     names: Names = field(init=False)
     fleet: Fleet = field(init=False)
     worker: Worker = field(init=False)
@@ -57,6 +61,13 @@ class Agent:
     registration: Registration = field(init=False)
     handback_listeners: tuple[Callable[[Proxied, Edge], None], ...] = field(init=False)
     is_draining: bool = field(init=False, default=False)
+    presence: Presence = field(init=False)
+    #: It takes requests: the server has its subscription.
+    listening: trio.Event = field(init=False, factory=trio.Event)
+    #: It has not begun to serve: another agent has its id.
+    refused_by: Hello | None = field(init=False, default=None)
+    #: The engine's state as it was last told in the log.
+    _was_ready: bool = field(init=False, default=False)
     _door: DrainDoor = field(init=False)
     _stop_asked: trio.Event = field(init=False, factory=trio.Event)
     _stop_asked_again: trio.Event = field(init=False, factory=trio.Event)
@@ -72,11 +83,24 @@ class Agent:
         self.line = self._make_pool(self.worker)
         worker_id = self.worker.id
         self.intake = Intake(
-            self.broker, self.names, worker_id, self, settings.nats_req_max_pending
+            self.broker,
+            self.names,
+            worker_id,
+            self,
+            settings.nats_req_max_pending,
+            self.instance,
         )
+        self.presence = Presence(self.broker, self.names, worker_id, self.instance)
         self.registration = Registration(
-            self.broker, self.names, self.worker, agent_version(), lambda: len(self.intake.open)
+            self.broker,
+            self.names,
+            self.worker,
+            agent_version(),
+            lambda: len(self.intake.open),
+            lambda: self.presence.is_shared,
         )
+        self.worker.listeners.append(self._engine_moved)
+        self.broker.on_state.append(self._broker_moved)
         self._door = DrainDoor(
             self.broker, self.names, worker_id, settings.drain_timeout_secs, self.ask_to_drain
         )
@@ -96,7 +120,7 @@ class Agent:
     def request_over(self, proxied: Proxied) -> None:
         """Book the end of a request."""
         self.intake.request_over(proxied)
-        write = _log.debug if proxied.is_probe else _log.info
+        write = _log.debug if proxied.is_probe or proxied.is_left_over else _log.info
         write(
             "request",
             id=proxied.id,
@@ -129,23 +153,56 @@ class Agent:
             async with trio.open_nursery() as root:
                 root.start_soon(self.reactor.run)
                 root.start_soon(self._in_background, self._probe)
-                root.start_soon(self._in_background, self.registration.run)
-                self.reactor.refresh()
-                self.intake.begin()
-                self._door.begin()
-                await self._stop_asked.wait()
-                await self._drain()
-                self._door.tell_drained()
-                await self.broker.flush(FLUSH_SECONDS)
+                self.presence.begin()
+                if await self._claim():
+                    await self._serve(root)
                 root.cancel_scope.cancel(reason="the agent has stopped")
         finally:
             self.intake.stop()
             self._door.close()
+            self.presence.close()
             self.line.close()
+            self.broker.on_state.remove(self._broker_moved)
+
+    async def _claim(self) -> bool:
+        """Whether it may serve: nobody else does under its id, and nobody wants it to stop."""
+        async with trio.open_nursery() as nursery:
+
+            async def give_up() -> None:
+                await self._stop_asked.wait()
+                nursery.cancel_scope.cancel(reason="asked to stop")
+
+            nursery.start_soon(give_up)
+            self.refused_by = await self.presence.claim()
+            if self.refused_by is None:
+                await self.intake.renew_queue()
+            nursery.cancel_scope.cancel(reason="answered")
+        return self.presence.stage is Stage.SERVING and not self._stop_asked.is_set()
+
+    async def _serve(self, root: trio.Nursery) -> None:
+        root.start_soon(self._in_background, self.registration.run)
+        root.start_soon(self._in_background, self.presence.run)
+        self.reactor.refresh()
+        self.intake.begin()
+        self._door.begin()
+        root.start_soon(self._wait_listening)
+        await self._stop_asked.wait()
+        await self._drain()
+        self._door.tell_drained()
+        await self.broker.flush(FLUSH_SECONDS)
+        if self._door.is_asked and not self._stop_asked_again.is_set():
+            with trio.move_on_after(LINGER_SECONDS):
+                await self._stop_asked_again.wait()
+
+    async def _wait_listening(self) -> None:
+        while not await self.broker.flush(FLUSH_SECONDS):  # noqa: ASYNC110  # nobody tells
+            await trio.sleep(AGAIN_SECONDS)
+        self.listening.set()
 
     async def _drain(self) -> None:
         _log.info("draining", worker=self.worker.id, open=len(self.intake.open))
         self.is_draining = True
+        self.presence.drain()
         self.fleet.drain(self.worker.id)
         drain = Drain(self.intake, self.registration, self.broker, self.settings.drain_timeout_secs)
         async with trio.open_nursery() as nursery:
@@ -180,6 +237,22 @@ class Agent:
                 await trio.sleep(AGAIN_SECONDS)
             else:
                 return
+
+    def _broker_moved(self, is_connected: bool) -> None:
+        if is_connected:
+            _log.info("connected to the broker", worker=self.worker.id)
+        else:
+            _log.warning("the broker is away", worker=self.worker.id)
+
+    def _engine_moved(self, worker: Worker, _: Edge) -> None:
+        if worker.is_ready == self._was_ready or self.is_draining:
+            return
+        self._was_ready = worker.is_ready
+        if worker.is_ready:
+            _log.info("the engine is healthy", worker=worker.id, engine=worker.engine)
+        else:
+            why = worker.last_probe.detail if worker.last_probe is not None else ""
+            _log.warning("the engine is unhealthy", worker=worker.id, detail=why or None)
 
     def _on_reactor_bug(self, error: Exception) -> None:
         _log.error("internal_error", place="reactor", exc_info=error)

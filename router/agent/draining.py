@@ -1,8 +1,9 @@
 """How an agent stops so that nobody is hurt: the order of a drain, and who may ask for one.
 
-The order is Infera's (`Drain` below); what is ours is a moment for routers to hear that the entry
-has gone before the door closes, and that a work queue which cannot be emptied in time is handed
-back as well, instead of being left with nobody to take it.
+The order is Infera's (`Drain` below); what is ours is a moment for routers to hear what the entry
+says before the door closes, that the entry goes only at the end, so that routers show what still
+runs, and that a work queue which cannot be emptied in time is handed back as well, instead of being
+left with nobody to take it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from attrs import define, field
 
 from router.agent.intake import Intake
 from router.agent.registration import Registration
-from router.wires.nats.broker import Broker, BrokerAway, BrokerError, Message, Subscription
-from router.wires.nats.protocol import Names
+from router.wires.nats.broker import (
+    Broker,
+    BrokerAway,
+    BrokerError,
+    Message,
+    Subscription,
+    wait_connected,
+)
+from router.wires.nats.protocol import UNREADABLE, Names
 
 _log = structlog.get_logger("baton")
 
-#: To remove the entry; it ends by itself where the broker is away.
+#: To change the entry, and to remove it; it ends by itself where the broker is away.
 LEAVE_SECONDS = 2.0
-#: Of the window: from the removal of the entry to the closing of the door. Routers hear of it in
+#: Of the window: from the word in the entry to the closing of the door. Routers hear of it in
 #: milliseconds; what they have sent until then is served.
 HEARD_SECONDS = 0.5
 #: Between two looks at what waits in the work queue.
@@ -34,13 +42,16 @@ DOOR_SECONDS = 2.0
 LEFTOVER_SECONDS = 2.0
 #: For the last frames to go out.
 FLUSH_SECONDS = 2.0
+#: After the end was told to who asked over NATS: in a container that ends with its agent, the
+#: command that asked would be killed before it could return.
+LINGER_SECONDS = 1.0
 #: Who asked for a drain and waits for its end.
 ASKERS_MAX = 16
 
 
 @define(eq=False)
 class Drain:
-    """One drain of one agent, from the removal of its entry to the last frame."""
+    """One drain of one agent, from the word in its entry to the removal of that."""
 
     intake: Intake
     registration: Registration
@@ -51,7 +62,7 @@ class Drain:
     async def run(self) -> None:
         """Drain; returns when nothing is open. Cancelling leaves what is open to `Intake.stop`."""
         until = trio.current_time() + self.window_seconds
-        await self.registration.leave(LEAVE_SECONDS)
+        await self.registration.drain(LEAVE_SECONDS)
         with trio.move_on_at(min(until, trio.current_time() + HEARD_SECONDS)):
             await trio.sleep_forever()
         is_empty = await self._empty_queue(until)
@@ -65,8 +76,11 @@ class Drain:
             self.intake.hand_back()
         await self._hand_back_queue()
         await self.broker.flush(FLUSH_SECONDS)
+        # Where the broker is away the entry goes by itself.
+        await self.registration.leave(LEAVE_SECONDS if self.broker.is_connected else 0.0)
         with trio.move_on_after(FLUSH_SECONDS):
-            await self.intake.forget_queue()
+            if not self.registration.is_shared():
+                await self.intake.forget_queue()
 
     async def _close_door(self) -> None:
         await self.intake.close_door(DOOR_SECONDS)
@@ -124,6 +138,11 @@ class DrainDoor:
             self.names.drain(self.worker_id), self._asked, on_lost=lambda _: None
         )
 
+    @property
+    def is_asked(self) -> bool:
+        """Somebody has asked over NATS, and waits for the end."""
+        return bool(self._askers)
+
     def tell_drained(self) -> None:
         """Nothing is open any more."""
         for asker in self._askers:
@@ -159,7 +178,7 @@ async def ask_to_drain(broker: Broker, names: Names, worker_id: str, seconds: fl
     subscription = broker.subscribe(f"{inbox}.*", heard.take, on_lost=lambda _: None)
     try:
         with trio.move_on_after(seconds):
-            await _wait_connected(broker)
+            await wait_connected(broker)
         try:
             broker.publish(names.drain(worker_id), b"", reply=f"{inbox}.1")
         except BrokerAway:
@@ -189,7 +208,7 @@ class _Heard:
                 continue
             try:
                 said = msgspec.json.decode(message.payload, type=Said)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             self.seconds = max(self.seconds, said.seconds)
             self.first.set()
@@ -200,18 +219,3 @@ class _Heard:
         self.end = end
         self.first.set()
         self.last.set()
-
-
-async def _wait_connected(broker: Broker) -> None:
-    connected = trio.Event()
-
-    def told(is_connected: bool) -> None:
-        if is_connected:
-            connected.set()
-
-    broker.on_state.append(told)
-    try:
-        if not broker.is_connected:
-            await connected.wait()
-    finally:
-        broker.on_state.remove(told)

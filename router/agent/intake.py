@@ -8,6 +8,7 @@ with a line in the log, what is no request is answered with an error. One inbox 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 import trio
@@ -25,6 +26,7 @@ from router.wires.nats.broker import (
     Subscription,
     WorkQueue,
     check_subject,
+    wait_connected,
 )
 from router.wires.nats.protocol import INBOX, Names, accepted, token_of
 
@@ -41,6 +43,8 @@ OVER_SECONDS = 60.0
 INBOX_BYTES_MAX = 512
 #: Messages the work queue may hold. Full, it refuses; it never forgets what it has accepted.
 QUEUE_MESSAGES_MAX = 1_000_000
+#: Between two attempts to begin with a work queue that the broker does not give.
+QUEUE_AGAIN_SECONDS = 1.0
 #: Jobs in hand at once, and more where the admission limit is higher.
 JOBS_MAX = 1000
 
@@ -55,6 +59,8 @@ class Intake:
     beside: Beside
     #: Above 0, requests come out of the work queue.
     max_pending: int
+    #: Names this process in its frames.
+    instance: str
     open: dict[str, Proxied] = field(init=False, factory=dict)
     emptied: trio.Event = field(init=False, factory=trio.Event)
     last_frames: LastFrames = field(init=False)
@@ -65,6 +71,8 @@ class Intake:
     )
     over: Tombstones = field(init=False, factory=lambda: Tombstones(OVER_MAX, OVER_SECONDS))
     _queue: WorkQueue | None = field(init=False, default=None)
+    #: What was stored up to this number was not for this agent; 0 once that is behind it.
+    _left_until: int = field(init=False, default=0)
     _requests: Subscription | None = field(init=False, default=None)
     _cancels: Subscription | None = field(init=False, default=None)
 
@@ -73,6 +81,29 @@ class Intake:
 
     # Life
 
+    async def renew_queue(self) -> None:
+        """Before `begin`: have the durable consumer made anew, and know what is left over.
+
+        An agent that was killed has left a consumer whose jobs count for as long as the queue waits
+        for them, and requests that nobody waits for, or who does is better off elsewhere. Tries
+        until it succeeds.
+        """
+        if not self.max_pending:
+            await trio.lowlevel.checkpoint()
+            return
+        queue, is_told = self._make_queue(), False
+        while True:
+            await wait_connected(self.broker)
+            try:
+                await queue.delete_consumer(self._durable)
+                self._left_until = await queue.last_number()
+                return
+            except (BrokerAway, BrokerError) as problem:
+                if not is_told:
+                    _log.warning("waits for the work queue", problem=str(problem))
+                is_told = True
+            await trio.sleep(QUEUE_AGAIN_SECONDS)
+
     def begin(self) -> None:
         """Take cancels and requests from now on, also across reconnects."""
         self.broker.on_state.append(self._state_changed)
@@ -80,9 +111,7 @@ class Intake:
             self.names.cancel(self.worker_id), self._on_cancels, on_lost=self._reporter("cancels")
         )
         if self.max_pending:
-            self._queue = self.broker.work_queue(
-                self.names.stream, [self.names.requests], max_messages=QUEUE_MESSAGES_MAX
-            )
+            self._queue = self._make_queue()
         self.open_door()
 
     @property
@@ -104,7 +133,7 @@ class Intake:
             self._durable,
             request,
             self._on_jobs,
-            on_lost=self._reporter("requests"),
+            on_lost=self._on_queue_lost,
             max_ack_pending=max(JOBS_MAX, self.max_pending),
         )
 
@@ -167,9 +196,13 @@ class Intake:
 
     def _on_jobs(self, jobs: Sequence[Job]) -> None:
         self.beside.reactor.refresh()
+        left = 0
         for job in jobs:
+            left += self._is_left_over(job)
             # The reply field is the broker's own here.
             self._take(job.message, job.message.headers.get(INBOX, ""), job)
+        if left:
+            _log.info("stored before this agent began, and not served", requests=left)
 
     def _on_cancels(self, messages: Sequence[Message]) -> None:
         self.beside.reactor.refresh()
@@ -190,19 +223,44 @@ class Intake:
             # is to be acknowledged at the end.
             known.job = job or known.job
             return
-        if not _is_inbox(inbox) or self.over.has(inbox, now):
+        if not self._is_inbox(inbox) or self.over.has(inbox, now):
             _log.warning("request dropped", inbox=inbox[:INBOX_BYTES_MAX])
             if job is not None:
                 job.ack()
             return
-        replies = Replies(self.broker, inbox, accepted(message.headers), self.last_frames)
+        replies = Replies(
+            self.broker, inbox, accepted(message.headers), self.last_frames, self.instance
+        )
         proxied = self.open[inbox] = Proxied(self.beside, replies, job, inbox)
         if self.cancelled.take(inbox, now):
             self._guard(proxied, proxied.cancel)
+        elif job is not None and self._is_left_over(job):
+            self._guard(proxied, lambda: proxied.hand_back_unasked(message.payload))
         else:
             self._guard(proxied, lambda: proxied.begin(message.payload))
             if self.is_over and not proxied.is_over:
                 self._guard(proxied, proxied.hand_back)
+
+    def _is_inbox(self, inbox: str) -> bool:
+        """Whether it is a place for frames, and not one where others take them for something else.
+
+        Clients of NATS let everybody choose the prefix of inboxes, so nothing but the server's own
+        subjects and ours is excluded.
+        """
+        own = f"{self.names.prefix}."
+        is_elsewhere = not inbox.startswith(("$", own)) or inbox.startswith(f"{own}inbox.")
+        return is_elsewhere and _is_subject(inbox)
+
+    def _is_left_over(self, job: Job) -> bool:
+        """It was stored before this agent began."""
+        if self._left_until and job.number > self._left_until:
+            self._left_until = 0  # they come in order
+        return job.number <= self._left_until
+
+    def _on_queue_lost(self, why: str) -> None:
+        # It may be made anew, and count from 1 again.
+        self._left_until = 0
+        _log.warning("messages may be missing", of="requests", why=why)
 
     def _guard(self, proxied: Proxied, call: Callable[[], None]) -> None:
         """A bug with one message of a batch must not cost the others."""
@@ -213,11 +271,19 @@ class Intake:
 
     def _state_changed(self, is_connected: bool) -> None:
         self.beside.reactor.refresh()
+        tell = Proxied.connection_found if is_connected else Proxied.connection_lost
         if is_connected:
-            self.last_frames.try_again()
+            self.last_frames.connection_found()
         else:
-            for proxied in list(self.open.values()):
-                self._guard(proxied, proxied.connection_lost)
+            self.last_frames.connection_lost()
+            self._left_until = 0
+        for proxied in list(self.open.values()):
+            self._guard(proxied, partial(tell, proxied))
+
+    def _make_queue(self) -> WorkQueue:
+        return self.broker.work_queue(
+            self.names.stream, [self.names.requests], max_messages=QUEUE_MESSAGES_MAX
+        )
 
     def _reporter(self, what: str) -> Callable[[str], None]:
         return lambda why: _log.warning("messages may be missing", of=what, why=why)
@@ -236,7 +302,7 @@ def _read_inbox(payload: bytes) -> str | None:
         return None
 
 
-def _is_inbox(inbox: str) -> bool:
+def _is_subject(inbox: str) -> bool:
     """Whether frames can be published there."""
     if len(inbox) > INBOX_BYTES_MAX or not inbox.isprintable():
         return False

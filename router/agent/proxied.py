@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 from attrs import define, field
 
-from router.agent.replies import Clogged, Replies
+from router.agent.replies import BACK_AGAIN_SECONDS, BACK_SECONDS, Clogged, Replies
 from router.headers import Headers, find, lines_of, request_id_of, to_worker
 from router.reactor import Reactor
 from router.wires.line import Line, Sent
@@ -43,6 +43,9 @@ STATUSES = {
     "stop_came": 503,
     "bug": 500,
 }
+
+#: What routers ask for themselves: of no more interest than their probes.
+ASIDE = frozenset({"/tokenize", "/detokenize", "/abort_request"})
 
 
 class Beside(Protocol):
@@ -82,11 +85,15 @@ class Proxied:
     status: int = 0
     detail: str = ""
     is_probe: bool = False
+    #: It was stored for an agent of this id that has gone.
+    is_left_over: bool = False
     armed_at: float | None = None
     began_at: float = field(init=False)
     _sent: Sent | None = None
     _heard_at: float = field(init=False)
     _said_at: float = field(init=False)
+    #: The broker is just back, and heartbeats come more often until then.
+    _hurries_until: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         self.began_at = self._heard_at = self._said_at = self.beside.reactor.now
@@ -111,7 +118,7 @@ class Proxied:
             self._end("malformed", f"not a request: {problem}")
             return
         self.is_migratable = request.stream and request.migratable is True
-        self.is_probe = request.method == "GET"
+        self.is_probe = request.method == "GET" or request.path in ASIDE
         target = request.path.encode("latin-1")
         sent = self.beside.line.send(
             request.method.encode("latin-1"), target, headers, content, self
@@ -132,6 +139,20 @@ class Proxied:
         """The window of a drain is over."""
         self._end("window_over", "the worker is draining and its window has ended")
 
+    def hand_back_unasked(self, payload: bytes) -> None:
+        """Instead of `begin`: it was stored for an agent that has gone.
+
+        Whoever still waits asks again, and for whoever does not no engine computes.
+        """
+        self.is_left_over = True
+        try:
+            request = read_request(payload)
+        except NotARequest as problem:
+            self._end("malformed", f"not a request: {problem}")
+            return
+        self.is_migratable = request.stream and request.migratable is True
+        self._end("window_over", "it was stored for an agent that has gone")
+
     def stop(self) -> None:
         """The agent stops at once."""
         self._end("stop_came", "the worker was stopped")
@@ -142,8 +163,17 @@ class Proxied:
         A router of ours finds a gap in the numbers. An old one cannot, and would take the rest for
         all of it.
         """
-        if self.replies.count and not self.replies.accepts and not self.is_over:
+        replies = self.replies
+        if replies.count and not replies.are_numbers_read and not self.is_over:
             self._end("clogged", "the connection to the broker was lost in the middle")
+
+    def connection_found(self) -> None:
+        """The broker is back: a heartbeat at once shows the router what it has missed, and another
+        every second while the router itself may not be back."""
+        if HEARTBEAT in self.replies.accepts and not self.is_over:
+            self._hurries_until = self.beside.reactor.now + BACK_SECONDS
+            self._beat(self.beside.reactor.now)
+            self._arm()
 
     # What the engine says
 
@@ -202,9 +232,8 @@ class Proxied:
         if self._may_stall and now >= self._heard_at + beside.idle_seconds:
             self._end("stalled", f"the engine was silent for {beside.idle_seconds:g} seconds")
             return None
-        if HEARTBEAT in self.replies.accepts and now >= self._said_at + HEARTBEAT_SECONDS:
-            self.replies.heartbeat()
-            self._said_at = now
+        if HEARTBEAT in self.replies.accepts and now >= self._next_beat(now):
+            self._beat(now)
         return self._next_look()
 
     def crashed(self, error: Exception) -> None:
@@ -218,10 +247,18 @@ class Proxied:
         # While it connects the line has a clock of its own.
         return self.beside.idle_seconds > 0 and self.state is not HandbackState.QUEUED
 
+    def _beat(self, now: float) -> None:
+        self.replies.heartbeat()
+        self._said_at = now
+
+    def _next_beat(self, now: float) -> float:
+        hurries = now < self._hurries_until
+        return self._said_at + (BACK_AGAIN_SECONDS if hurries else HEARTBEAT_SECONDS)
+
     def _next_look(self) -> float | None:
         moments = []
         if HEARTBEAT in self.replies.accepts:
-            moments.append(self._said_at + HEARTBEAT_SECONDS)
+            moments.append(self._next_beat(self.beside.reactor.now))
         if self.beside.total_seconds:
             moments.append(self.began_at + self.beside.total_seconds)
         if self.beside.idle_seconds:

@@ -1,8 +1,8 @@
 """The engine's entry in the registry: written while it is fit to serve, renewed, and taken back.
 
-Routers choose by what stands here, so it is there only while the engine passes its probes, and is
-gone before a drain begins. A broker that is away costs nothing but the entry: routers keep what
-they know, and it is written anew as soon as the broker is back.
+Routers choose by what stands here, so it is there only while the engine passes its probes, and says
+that it drains before a drain begins; it goes when that is over. A broker that is away costs nothing
+but the entry: routers keep what they know, and it is written anew as soon as the broker is back.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ class Registration:
     worker: Worker
     version: str
     inflight: Callable[[], int]
+    #: Another agent stands under the same key: what is there is not ours to remove.
+    is_shared: Callable[[], bool]
     _bucket: Bucket = field(init=False)
     _changed: trio.Event = field(init=False, factory=trio.Event)
     _gone: trio.Event = field(init=False, factory=trio.Event)
+    _is_draining: bool = field(init=False, default=False)
+    _said_draining: trio.Event = field(init=False, factory=trio.Event)
     _is_leaving: bool = field(init=False, default=False)
     #: It may stand there: a put that failed may have been done.
     _may_stand: bool = field(init=False, default=False)
     _complained: bool = field(init=False, default=False)
+    #: The entry has stood there once.
+    registered: trio.Event = field(init=False, factory=trio.Event)
+    #: As it was last told in the log.
+    _is_registered: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self._bucket = self.broker.bucket(self.names.bucket, ttl_seconds=TTL_SECONDS)
@@ -65,8 +73,20 @@ class Registration:
             self._changed = trio.Event()
             await self._bring_up_to_date()
             if not self._gone.is_set():
-                with trio.move_on_after(AGAIN_SECONDS if self._is_leaving else RENEW_SECONDS):
+                is_waited_for = self._is_draining and not self._said_draining.is_set()
+                hurries = self._is_leaving or is_waited_for
+                with trio.move_on_after(AGAIN_SECONDS if hurries else RENEW_SECONDS):
                     await self._changed.wait()
+
+    async def drain(self, seconds: float) -> None:
+        """Say that it takes nothing new, if it stands there; returns when that is said, or in time.
+
+        Routers go on showing it, with what it still does, until `leave`.
+        """
+        self._is_draining = True
+        self.renew()
+        with trio.move_on_after(seconds):
+            await self._said_draining.wait()
 
     async def leave(self, seconds: float) -> bool:
         """Remove the entry for good; False where that was not possible in time.
@@ -87,7 +107,8 @@ class Registration:
                 self._may_stand = True
                 await self._bucket.put(key, encode(entry))
             elif self._may_stand:
-                await self._bucket.delete(key)
+                if not self.is_shared():
+                    await self._bucket.delete(key)
                 self._may_stand = False
         except (BrokerAway, BrokerError) as problem:
             if not self._complained:
@@ -95,13 +116,26 @@ class Registration:
                 _log.warning("not registered", worker=self.worker.id, problem=str(problem))
             return
         self._complained = False
+        self._note(self._may_stand)
+        if self._is_draining and (entry is None or entry.is_draining):
+            self._said_draining.set()
         # An entry that was asked for before `leave` was called may have been put just now.
         if self._is_leaving and not self._may_stand:
             self._gone.set()
 
+    def _note(self, is_registered: bool) -> None:
+        if self._is_registered != is_registered:
+            self._is_registered = is_registered
+            if is_registered:
+                self.registered.set()
+            event = "registered" if is_registered else "deregistered"
+            _log.info(event, worker=self.worker.id, bucket=self.names.bucket)
+
     def _entry(self) -> Entry | None:
         worker = self.worker
-        if self._is_leaving or not worker.is_ready:
+        # A drain says so where the entry stands, and does not put it where another one's may.
+        stays = self._may_stand and not self.is_shared()
+        if self._is_leaving or not (stays if self._is_draining else worker.is_ready):
             return None
         return Entry(
             id=worker.id,
@@ -109,6 +143,7 @@ class Registration:
             role=worker.role,
             models=worker.models,
             context_length=worker.context_length,
+            is_draining=self._is_draining,
             inflight=self.inflight(),
             group=worker.group,
             bootstrap_host=worker.bootstrap_host if worker.bootstrap_port else None,

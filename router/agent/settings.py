@@ -170,6 +170,12 @@ class AgentSettings:
 OPTIONS: tuple[Option, ...] = options_of(AgentSettings)
 
 
+def env_for_serve(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what only the agent knows: one set of variables may serve both."""
+    of_agent = {each.env for each in OPTIONS} - {each.env for each in SERVE_OPTIONS}
+    return {name: value for name, value in env.items() if name not in of_agent}
+
+
 def load_settings(flags: Mapping[str, Sequence[str]], env: Mapping[str, str]) -> AgentSettings:
     """Settings from flags over environment; raises SettingsError."""
     ours = {each.env for each in OPTIONS}

@@ -263,7 +263,9 @@ class PairAttempt:
         ticket = self.exchange.ticket
         assert verdict.failure is not None
         word = told_by_prefill(verdict.fact, answer_began=ticket.state in _BEGUN)
-        if word != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
+        if verdict.fact == "let_go":  # lost on its way: no fault of the worker's
+            ticket.note_miss(self.choice.prefill.worker)
+        elif word != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
             ticket.tried.add(self.choice.prefill.worker)
         self.exchange.give_up(word, verdict.failure)
 

@@ -156,7 +156,12 @@ class Pairs:
 
     def choose(self, exchange: Exchange, tried: Collection[Worker]) -> PairChoice | Refusal:
         """A pair for this request that is not in `tried`."""
-        return self.pairing.choose(exchange.ticket.model, exchange.now, tried)
+        model, now, missed = exchange.ticket.model, exchange.now, exchange.ticket.missed
+        if missed:
+            choice = self.pairing.choose(model, now, {*tried, *missed})
+            if isinstance(choice, PairChoice):
+                return choice
+        return self.pairing.choose(model, now, tried)
 
     def go_on(self, exchange: Exchange, choice: PairChoice, continuation: Continuation) -> None:
         """Send what continues a stream: to a pair, as if it were a request of its own."""

@@ -179,6 +179,9 @@ class Prefill:
             self._conclude(self._held)
         elif connecting:
             refusal = Refusal("upstream_unreachable", "The prefill worker cannot be reached.")
+            if leg.is_absent:
+                self._let_go(leg, "unreachable", refusal)
+                return
             self._conclude(Verdict("broke", "unreachable", Failure(refusal)))
         else:
             message = "The prefill's answer broke off before its end."
@@ -194,7 +197,8 @@ class Prefill:
         self._conclude(Verdict("backpressure", "backpressure", Failure(refusal)))
 
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
-        refusal = Refusal("body_too_large", f"The request is larger than {limit} bytes.")
+        message = f"The message broker carries at most {limit} bytes, and the request is larger."
+        refusal = Refusal("body_too_large", message)
         leg.let_go("aborted")
         self._waker.wake()
         self._tell(Verdict("rejected", "rejected", Failure(refusal)))
@@ -203,12 +207,16 @@ class Prefill:
         if self._held is not None:
             self._conclude(self._held)
             return
+        refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
+        self._let_go(leg, "broken", refusal)
+
+    def _let_go(self, leg: Leg, reason: str, refusal: Refusal) -> None:
+        """It ends without a verdict on the worker."""
         is_known = self._lost_decode
         leg.let_go("aborted")
         self._waker.wake()
         if not is_known:
-            refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
-            self._tell(Verdict("let_go", "broken", Failure(refusal)))
+            self._tell(Verdict("let_go", reason, Failure(refusal)))
 
     def on_crash(self, error: Exception) -> None:
         self._bug = error

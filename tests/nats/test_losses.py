@@ -264,3 +264,38 @@ async def test_a_continuation_above_the_limit_goes_on_as_text(world: World) -> N
 
     assert [answer.said for answer in answers] == [right.said]
     assert "mode=text" in router.said()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pending", [0, 100], ids=["core", "stored"])
+@pytest.mark.parametrize("away", [0.1, 3.0])
+async def test_two_restarts_blame_no_worker(world: World, pending: int, away: float) -> None:
+    limit = ["--nats-req-max-pending", str(pending)]
+    with NatsServer() as broker, world.fleet() as fleet:
+        fleet.broker = broker.url
+        router = fleet.router("--migration-limit", "3", *limit)
+        for number in range(2):
+            fleet.agent(f"a{number}", world.sims[number].port, *limit)
+        await f.all_ready(router, "a0", "a1")
+        asked = bodies(6, tokens=250, token_seconds=0.08)
+        right = right_answers(world.sims[0], asked)
+
+        async def restart() -> None:
+            for _ in range(2):
+                await trio.sleep(3.0)
+                broker.kill()
+                await trio.sleep(away)
+                broker.start()
+                await trio.sleep(5.0)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(restart)
+            answers = await f.many(router.port, asked)
+        missed = f.metric(router, "baton_nats_missed_total")
+        trips = f.metric(router, "baton_breaker_trips_total")
+        said = [line for line in router.said().splitlines() if "moved" in line]
+
+    print("\n".join(said))
+    assert check_honest(answers, right) == len(asked)
+    assert missed >= len(asked)
+    assert trips == 0

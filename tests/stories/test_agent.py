@@ -317,7 +317,9 @@ def test_a_connection_the_engine_closed_as_idle_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("tokens_seen", [1, 4])
-def test_a_router_of_ours_finds_a_gap_or_an_error_after_an_outage(tokens_seen: int) -> None:
+def test_a_router_of_ours_finds_a_gap_after_an_outage(tokens_seen: int) -> None:
+    """An error with the next number would say that the worker has failed."""
+
     async def story(stage: Stage) -> None:
         asked = stage.ask(20)
         await asked.wait_frames(1 + tokens_seen)
@@ -329,8 +331,61 @@ def test_a_router_of_ours_finds_a_gap_or_an_error_after_an_outage(tokens_seen: i
         await asked.wait_over()
 
         assert asked.ending == "error"
+        assert asked.frames[-1].seq == len(asked.frames)
+
+    play(story, is_lossy=True)
+
+
+def test_an_answer_that_ended_while_the_broker_was_away_is_whole() -> None:
+    """Nothing but the end was to be said meanwhile, and that waits."""
+
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(20, fault="pause,after_events=4,seconds=5")
+        await asked.wait_frames(5)
+        stage.server.cut(stage.broker)
+        stage.agent.intake.open[asked.inbox].on_end()
+        await trio.sleep(1.0)
+        assert asked.ending == "nothing"
+        stage.server.mend(stage.broker)
+        await asked.wait_over(0.1)
+
+        assert asked.ending == "done"
 
     play(story)
+
+
+@pytest.mark.parametrize("ends_before", [True, False])
+@pytest.mark.parametrize("late", [0.5, 1.5])
+def test_a_router_that_is_back_after_its_agent_hears_how_it_stands(
+    late: float, ends_before: bool
+) -> None:
+    """What the agent says in between finds nobody; it says it again."""
+
+    async def story(stage: Stage) -> None:
+        accept = f"{ASK_ALL},still"
+        fault = "" if ends_before else "hang"
+        asked = stage.ask(3 if ends_before else 20, fault=fault, accept=accept)
+        if ends_before:
+            await asked.wait_over()
+            asked.frames.pop()  # it was on its way when the connection was lost
+        else:
+            await asked.wait(lambda asked: asked.beats)
+        stage.server.down()
+        stage.server.cut(stage.router)
+        await trio.sleep(1.0)
+        stage.server.up()
+        before = len(asked.frames), len(asked.beats)
+        await trio.sleep(late)
+        stage.server.mend(stage.router)
+        await asked.wait(lambda asked: (len(asked.frames), len(asked.beats)) > before, 1.1)
+
+        assert asked.ending == ("done" if ends_before else "nothing")
+        await trio.sleep(6.0)
+        if not ends_before:
+            assert asked.beats[-1] - asked.beats[-2] == pytest.approx(2.0, abs=0.01)
+            stage.cancel(asked)
+
+    play(story, is_lossy=True)
 
 
 def test_an_old_router_s_stream_ends_when_a_frame_may_be_lost() -> None:
@@ -392,7 +447,7 @@ def test_a_last_frame_waits_for_a_broker_that_takes_no_more(
 
         assert asked.ending == "error"
 
-    play(story)
+    play(story, is_lossy=True)
 
 
 @pytest.mark.parametrize("accept", ["", ASK_ALL])
@@ -431,7 +486,7 @@ def test_an_agent_that_starts_before_its_broker_serves_once_that_is_there() -> N
     async def story(stage: Stage) -> None:
         await trio.sleep(3.0)
         stage.server.mend(stage.broker)
-        await trio.sleep(0.1)
+        await trio.sleep(0.5)
         assert stage.entry is not None
         asked = stage.ask(4)
         await asked.wait_over()

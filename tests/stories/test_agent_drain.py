@@ -139,14 +139,51 @@ def test_notices_end_streams_where_their_routers_can_go_on() -> None:
 #### The order
 
 
-def test_the_entry_goes_before_anything_else_and_the_door_stays_open_for_a_moment() -> None:
+def test_the_entry_says_what_still_runs_until_the_drain_is_over() -> None:
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(60), stage.ask(200)
+        await asked[1].wait_frames(2)
+        stage.agent.ask_to_stop()
+        seen = []
+        while not stage.ended.is_set():
+            await trio.sleep(0.05)
+            entry = stage.entry
+            seen.append(None if entry is None else (entry["state"], entry["inflight"]))
+
+        assert {("draining", 2), ("draining", 1)} <= set(seen)
+        assert [each for each in seen if each and each[0] != "draining"] == []
+        assert stage.entry is None
+        assert [each.ending for each in asked] == ["done", "notice"]
+
+    play(story, settings={"drain_timeout_secs": 10.0})
+
+
+@pytest.mark.parametrize("fault", ["", "path=/health:status,code=503"])
+def test_an_agent_that_is_not_registered_is_not_so_by_its_drain(fault: str) -> None:
+    async def story(stage: Stage) -> None:
+        if fault:
+            stage.engine.add_faults(fault)
+            await stage.reach(lambda: stage.entry is None)
+        asked = stage.ask(100)
+        await asked.wait_frames(2)
+        stage.agent.ask_to_stop()
+        while not stage.ended.is_set():
+            await trio.sleep(0.05)
+            assert not fault or stage.entry is None
+        assert stage.entry is None
+
+    play(story, settings=WINDOW)
+
+
+def test_the_entry_changes_before_anything_else_and_the_door_stays_open_for_a_moment() -> None:
     async def story(stage: Stage) -> None:
         running = stage.ask(100)
         await running.wait_frames(2)
         assert stage.entry is not None
         stage.agent.ask_to_stop()
         await stage.settle()
-        assert stage.entry is None
+        assert stage.entry is not None
+        assert stage.entry["state"] == "draining"
         # A router that has not heard of it yet.
         late = stage.ask(4)
         await trio.sleep(HEARD_SECONDS + 0.1)

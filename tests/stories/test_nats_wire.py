@@ -150,6 +150,15 @@ def test_a_request_handed_back_before_any_content_begins_anew(engine: Engine) ->
     )
 
 
+def test_a_drain_by_the_router_moves_what_has_brought_no_frame() -> None:
+    slow = Engine(wire="nats", first_token_seconds=30.0)
+    outcome = run(slow, NEW, happenings=((0.2, "drain 0 0.3"),), request_max_retries=0)
+
+    assert is_whole(outcome)
+    assert outcome.one.ended_at < 5
+    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+
+
 def test_a_drain_of_every_worker_in_turn_ends_no_stream() -> None:
     engines = [NEW] * 4
     clients = tuple(Client(at=0.1 * turn, tokens=40) for turn in range(12))
@@ -194,7 +203,37 @@ def test_an_absent_worker_is_passed_over_at_once(engine: Engine) -> None:
 
     assert outcome.one.ending == "clean"
     assert outcome.one.ended_at < 2.0 + 1.0 + 0.5
-    assert outcome.facts[:3] == ["admitted", "leg_lost", "admitted"]
+    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+
+
+@pytest.mark.parametrize("engine", [NEW, OLD])
+def test_an_absent_worker_costs_neither_a_retry_nor_its_breaker(engine: Engine) -> None:
+    outcome = run(
+        engine,
+        engine,
+        engine,
+        clients=tuple(Client(at=2.0 + number / 100, tokens=2) for number in range(12)),
+        happenings=((1.5, "leave 0"), (1.5, "leave 1")),
+        looks=(3.0,),
+        request_max_retries=0,
+        breaker_failure_threshold=1,
+    )
+
+    assert [each.ending for each in outcome.got] == ["clean"] * 12
+    assert set(outcome.look.breakers.values()) == {"closed"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_where_nobody_at_all_is_there_the_client_is_told_so(stream: bool) -> None:
+    outcome = run(
+        NEW,
+        NEW,
+        clients=(Client(at=2.0, tokens=2, stream=stream),),
+        happenings=((1.5, "leave 0"), (1.5, "leave 1")),
+    )
+
+    assert outcome.one.code == "upstream_unreachable"
+    assert outcome.one.ended_at < 2.5
 
 
 def test_an_absent_worker_is_passed_over_in_a_move() -> None:
@@ -265,6 +304,87 @@ def test_streams_survive_the_broker(engine: Engine, away: str, back: str, at: fl
 
     assert [(got.status, got.ending) for got in outcome.got] == [(200, "clean")] * 6
     assert set(outcome.look.breakers.values()) == {"closed"}
+
+
+#: Router and agents are back at once, the router first, or the agents first.
+BACK = {"together": (0.0, 0.0), "router": (0.0, 0.9), "agents": (0.9, 0.0)}
+
+
+def outage(at: float, seconds: float, order: str, engines: int) -> tuple[tuple[float, str], ...]:
+    """The broker is away; who is back when after it."""
+    router, agents = BACK[order]
+    back = at + seconds
+    every = [(at, "cut"), (back + router, "mend")]
+    for number in range(engines):
+        every += [(at, f"cut_off {number}"), (back + agents, f"rejoin {number}")]
+    return tuple(every)
+
+
+@pytest.mark.parametrize("order", BACK)
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+@pytest.mark.parametrize("pending", [0, 50])
+def test_restarts_of_the_broker_blame_no_worker(
+    engines: int, seconds: float, order: str, pending: int
+) -> None:
+    """A worker whose answer was lost on its way may get the stream again."""
+    clients = tuple(Client(at=0.1 * turn, tokens=150) for turn in range(3))
+    happenings = (*outage(3.0, seconds, order, engines), *outage(13.0, seconds, order, engines))
+
+    outcome = run(
+        *[NEW] * engines,
+        clients=clients,
+        limit=3,
+        happenings=happenings,
+        looks=(12.9, 25.0),
+        nats_req_max_pending=pending,
+    )
+
+    assert [(got.status, got.ending) for got in outcome.got] == [(200, "clean")] * 3
+    assert outcome.sum("baton_breaker_trips_total") == 0
+    assert not any(
+        outcome.count("baton_worker_requests_total", worker=f"w{n}", role="mixed", outcome="error")
+        for n in range(engines)
+    )
+    assert outcome.sum("baton_nats_missed_total") == 6
+    assert all(set(look.breakers.values()) == {"closed"} for look in outcome.looks)
+
+
+@pytest.mark.parametrize("order", BACK)
+def test_a_stream_that_is_silent_over_an_outage_goes_on(order: str) -> None:
+    outcome = run(
+        Engine(wire="nats", faults="pause,after_events=4,seconds=8"),
+        clients=(LONG,),
+        happenings=outage(3.0, 1.0, order, 1),
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {}
+    assert outcome.sum("baton_nats_missed_total") == 0
+
+
+@pytest.mark.parametrize("order", BACK)
+def test_what_was_lost_with_the_broker_is_noticed_soon(order: str) -> None:
+    outcome = run(NEW, NEW, clients=(Client(tokens=100),), happenings=outage(3.0, 1.0, order, 2))
+
+    assert is_whole(outcome)
+    assert sum(outcome.moves.values()) == 1
+    # Everybody is back at 4.9 s at the latest, knows it a second later, and from there it takes 1 s
+    # to a first token and 10 s to the last.
+    assert outcome.one.ended_at < 4.9 + 1.1 + 11.0
+
+
+@pytest.mark.parametrize("order", BACK)
+@pytest.mark.parametrize("stream", [True, False])
+def test_requests_right_after_an_outage_wait_for_their_worker(order: str, stream: bool) -> None:
+    clients = tuple(Client(at=4.0 + 0.1 * turn, tokens=2, stream=stream) for turn in range(8))
+
+    outcome = run(
+        NEW, NEW, clients=clients, happenings=outage(2.0, 2.0, order, 2), request_max_retries=0
+    )
+
+    assert {(got.status, got.ending) for got in outcome.got} == {(200, "clean")}
+    assert outcome.sum("baton_breaker_trips_total") == 0
 
 
 @pytest.mark.parametrize("engine", [NEW, OLD])
@@ -382,6 +502,11 @@ def test_a_request_above_the_limit_is_told_where_nobody_can_take_it(stream: bool
     )
 
     assert (outcome.got[0].status, outcome.got[0].code) == (413, "body_too_large")
+    assert outcome.got[0].error is not None
+    assert "message broker carries at most 4000 bytes" in str(outcome.got[0].error)
+    facts = [[edge.fact for _, edge in ticket.history] for ticket in outcome.tickets]
+    assert ["admitted", "rejected"] in facts
+    assert outcome.sum("baton_retries_total") == 0
     assert outcome.got[1].status == 200
     assert set(outcome.look.breakers.values()) == {"closed"}
 

@@ -13,9 +13,9 @@ import router.registry
 from router.engines import Knowledge
 from router.wires.nats import entries
 from router.wires.nats.broker import Change, ChangeKind
-from router.wires.nats.entries import TTL_SECONDS, Entry
+from router.wires.nats.entries import RENEW_SECONDS, TTL_SECONDS, Entry
 from router.wires.nats.protocol import token_of
-from router.worker import DuplicateWorker, Origin, Probe, ProbeOutcome
+from router.worker import DuplicateWorker, Origin, Probe, ProbeOutcome, Worker
 from router.workerspec import WorkerSpec
 from statemachines.worker import WorkerState
 from tests.memory_broker import Entries
@@ -206,7 +206,97 @@ def test_a_named_worker_drains_while_its_entry_says_so(ending: str) -> None:
             agent.crash()
         await trio.sleep(2 * TTL_SECONDS)
         # Its probes say whether it can serve again.
-        assert router.shown()[X.id][0] == WorkerState.PROBING
+        state = WorkerState.DRAINING if ending == "leave" else WorkerState.PROBING
+        assert router.shown()[X.id][0] == state
+
+    tell(story)
+
+
+def probe(worker: Worker, outcome: ProbeOutcome) -> None:
+    worker.probed(Probe(outcome, trio.current_time()))
+
+
+@pytest.mark.parametrize("is_gone_first", [True, False])
+@pytest.mark.parametrize("returns", ["registers", "registers draining", "answers", "not"])
+def test_a_named_worker_that_deregisters_gets_nothing_until_it_is_back(
+    returns: str, is_gone_first: bool
+) -> None:
+    async def story(world: Registered) -> None:
+        router = world.add_router()
+        named = router.fleet.add(WorkerSpec.of("nats:x:8000"))
+        probe(named, ProbeOutcome.PASSED)
+        agent = world.add_agent(X)
+        await trio.sleep(SOON)
+        await agent.leave()
+        await trio.sleep(SOON)
+        assert named.state is WorkerState.DRAINING
+
+        for _ in range(3):  # the agent still answers probes while it drains
+            probe(named, ProbeOutcome.PASSED)
+            await trio.sleep(RENEW_SECONDS)
+        assert named.state is WorkerState.DRAINING
+        if is_gone_first:
+            probe(named, ProbeOutcome.REFUSED)
+            await trio.sleep(3 * RENEW_SECONDS)
+        assert named.state is WorkerState.DRAINING
+
+        if returns.startswith("registers"):
+            world.add_agent(evolve(X, is_draining=returns == "registers draining"))
+            await trio.sleep(SOON)
+        elif returns == "answers":
+            probe(named, ProbeOutcome.PASSED)
+        await trio.sleep(2 * RENEW_SECONDS)
+        is_back = returns == "registers" or (returns == "answers" and is_gone_first)
+        assert named.state is (WorkerState.PROBING if is_back else WorkerState.DRAINING)
+        probe(named, ProbeOutcome.PASSED)
+        assert named.is_ready is is_back
+        if returns == "registers draining":
+            world.change(X.id, is_draining=False)
+            await trio.sleep(SOON)
+            probe(named, ProbeOutcome.PASSED)
+            assert named.is_ready
+
+    tell(story)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_the_operator_says_of_a_worker_that_deregistered_stands(when: str) -> None:
+    async def story(world: Registered) -> None:
+        router = world.add_router()
+        named = router.fleet.add(WorkerSpec.of("nats:x:8000"))
+        probe(named, ProbeOutcome.PASSED)
+        agent = world.add_agent(X)
+        await trio.sleep(SOON)
+        if when == "before":
+            router.fleet.drain(X.id)
+        await agent.leave()
+        await trio.sleep(SOON)
+        if when == "after":
+            router.fleet.cancel_drain(X.id)
+            await trio.sleep(2 * RENEW_SECONDS)
+            router.fleet.drain(X.id)
+        world.add_agent(X)
+        await trio.sleep(2 * RENEW_SECONDS)
+        assert named.state is WorkerState.DRAINING
+
+    tell(story)
+
+
+@pytest.mark.parametrize("how", ["crashes", "is reached by HTTP"])
+def test_a_named_worker_keeps_serving_when_its_agent(how: str) -> None:
+    async def story(world: Registered) -> None:
+        router = world.add_router()
+        url = "http://x:8000" if how == "is reached by HTTP" else "nats:x:8000"
+        named = router.fleet.add(WorkerSpec.of(url))
+        probe(named, ProbeOutcome.PASSED)
+        agent = world.add_agent(X)
+        await trio.sleep(SOON)
+        if how == "crashes":
+            agent.crash()
+        else:
+            await agent.leave()
+        await trio.sleep(2 * TTL_SECONDS)
+        assert named.is_ready  # until its probes say otherwise
 
     tell(story)
 

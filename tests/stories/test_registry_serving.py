@@ -70,8 +70,8 @@ def test_a_pair_meets_where_its_prefill_s_entry_says() -> None:
     run(story)
 
 
-def test_a_stream_outlives_the_entry_of_its_worker() -> None:
-    """An agent deregisters before it drains: absence is no break (row 100)."""
+def test_a_draining_worker_is_shown_with_what_it_still_does() -> None:
+    """It gets nothing new, and leaves when the last of it is over."""
 
     async def story(cluster: Cluster) -> None:
         router = cluster.add_router(migration_limit=1)
@@ -87,10 +87,35 @@ def test_a_stream_outlives_the_entry_of_its_worker() -> None:
             await trio.sleep(3)
             one.agent.ask_to_stop()
             await trio.sleep(1)
-            assert router.states() == {}
+            assert router.states() == {"w1": "draining"}
+            assert b'"inflight":1' in (await router.get("/v1/workers")).body
+            assert (await router.complete(2)).status == 503
             assert not one.ended.is_set()
         assert facts(answers[0]) == (200, True)
         await one.ended.wait()
+        await trio.sleep(0.1)
+        assert router.states() == {}
+
+
+def test_a_stream_outlives_the_entry_of_its_worker() -> None:
+    """As it is deleted by an agent that deregisters before it drains (row 100)."""
+
+    async def story(cluster: Cluster) -> None:
+        router = cluster.add_router(migration_limit=1)
+        one = cluster.add_agent("w1", agent={"drain_timeout_secs": 30.0})
+        await trio.sleep(WARM_UP_SECONDS)
+        answers: list[Answer] = []
+        async with trio.open_nursery() as clients:
+
+            async def ask() -> None:
+                answers.append(await router.complete(100))
+
+            clients.start_soon(ask)
+            await trio.sleep(3)
+            await one.agent.registration.leave(1.0)
+            await trio.sleep(1)
+            assert router.states() == {}
+        assert facts(answers[0]) == (200, True)
 
     run(story)
 
@@ -209,7 +234,7 @@ def test_a_router_that_has_nobody_says_how_long_it_has_heard_nothing() -> None:
 
         assert answer.status == 503
         assert code_of(answer) == "no_workers"
-        assert b"The registry has not been heard for 20 seconds." in answer.body
+        assert b"The registry has not been heard for 20 seconds: the broker is away." in answer.body
 
     run(story)
 

@@ -17,6 +17,7 @@ from attrs import define
 
 from router.wires.nats.broker import (
     MAX_PAYLOAD_DEFAULT,
+    QUEUE_AGE_SECONDS,
     BrokerAway,
     Bucket,
     OnLost,
@@ -54,6 +55,7 @@ class Bridge:
         """`servers`: URLs, separated by commas. Nothing happens before `run`."""
         self.on_state: list[Callable[[bool], None]] = []
         self.is_connected = False
+        self.trouble = ""
         self.max_payload = MAX_PAYLOAD_DEFAULT
         #: Connections made so far.
         self.connections = 0
@@ -113,6 +115,7 @@ class Bridge:
         """Told by the other thread: a connection is there."""
         if not self._closing.is_set():
             self.connections, self.max_payload, self.is_connected = life, max_payload, True
+            self.trouble = ""
             self._tell_state()
 
     def lost(self) -> None:
@@ -124,6 +127,11 @@ class Bridge:
             for heard in list(self._heard.values()):
                 self.crossing.tell_lost(heard, "the connection to the broker was lost")
             self._tell_state()
+
+    def troubled(self, trouble: str) -> None:
+        """Told by the other thread: why there is none."""
+        if not self.is_connected:
+            self.trouble = trouble
 
     def _tell_state(self) -> None:
         for each in list(self.on_state):
@@ -184,9 +192,16 @@ class Bridge:
         """A bucket of JetStream."""
         return KeyValue(self._api, name, ttl_seconds)
 
-    def work_queue(self, stream: str, subjects: Sequence[str], *, max_messages: int) -> WorkQueue:
+    def work_queue(
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        max_messages: int,
+        max_age_seconds: float = QUEUE_AGE_SECONDS,
+    ) -> WorkQueue:
         """A work queue of JetStream."""
-        return StoredQueue(self._api, stream, tuple(subjects), max_messages)
+        return StoredQueue(self._api, stream, tuple(subjects), max_messages, max_age_seconds)
 
     async def ask(self, order: Callable[[Slot], Order], seconds: float) -> bool:
         """Whether the other thread has done it in time. False at once while not connected."""

@@ -18,10 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+import trio
 from attrs import field, frozen
 
 #: What a broker takes until its server has said otherwise (NATS 2.x: 1 MiB).
 MAX_PAYLOAD_DEFAULT = 1 << 20
+#: What a work queue holds for longer is for nobody: its worker has gone, and so has who asked.
+QUEUE_AGE_SECONDS = 3600.0
 #: Header and value of the answer to a message that nobody was subscribed to (NATS 2.2).
 STATUS = "Status"
 NO_RESPONDERS = "503"
@@ -73,6 +76,13 @@ class Job(Protocol):
     @property
     def message(self) -> Message:
         """What was stored. Its `reply` is the broker's, not the sender's."""
+
+    @property
+    def number(self) -> int:
+        """Its place in the queue of all; what was stored later has a higher one.
+
+        Counted from 1 in a queue that was made anew.
+        """
 
     def ack(self) -> None:
         """Done: the queue forgets it. Idempotent; never raises; lost if the broker is away."""
@@ -177,6 +187,12 @@ class WorkQueue(Protocol):
     async def backlog(self, durable: str) -> Backlog:
         """What waits there. Raises BrokerAway, BrokerError (no such consumer)."""
 
+    async def last_number(self) -> int:
+        """Of what was stored last, by whoever and for whomever; 0 where nothing ever was.
+
+        Raises BrokerAway, BrokerError.
+        """
+
     async def delete_consumer(self, durable: str) -> None:
         """Remove it; missing is fine. Raises BrokerAway, BrokerError.
 
@@ -190,6 +206,10 @@ class Broker(Protocol):
     @property
     def is_connected(self) -> bool:
         """Between two calls of `on_state`, what the last one told."""
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, for people; empty where that is not known, or there is."""
 
     @property
     def max_payload(self) -> int:
@@ -229,11 +249,37 @@ class Broker(Protocol):
     def bucket(self, name: str, *, ttl_seconds: float) -> Bucket:
         """Made when first used (in memory, one value a key), and again when it is missing."""
 
-    def work_queue(self, stream: str, subjects: Sequence[str], *, max_messages: int) -> WorkQueue:
+    def work_queue(
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        max_messages: int,
+        max_age_seconds: float = QUEUE_AGE_SECONDS,
+    ) -> WorkQueue:
         """Made when first used (in memory; full, it refuses), and again when it is missing.
 
-        One that somebody else made is used as it is.
+        What nobody has acknowledged after `max_age_seconds` is forgotten. One that somebody else
+        made is used as it is.
         """
+
+
+async def wait_connected(broker: Broker) -> None:
+    """Until there is a connection."""
+    connected = trio.Event()
+
+    def told(is_connected: bool) -> None:
+        if is_connected:
+            connected.set()
+
+    broker.on_state.append(told)
+    try:
+        if broker.is_connected:
+            await trio.lowlevel.checkpoint()
+        else:
+            await connected.wait()
+    finally:
+        broker.on_state.remove(told)
 
 
 def matches(pattern: str, subject: str) -> bool:

@@ -20,6 +20,11 @@ from router.wires.nats.broker import Broker, BrokerAway, Message, PayloadTooLarg
 from router.wires.nats.protocol import ACCEPT, ACCEPTED, CANCEL_SECONDS, CANCELS, INBOX
 from router.wires.nats.sent import NatsSent
 
+#: After the broker is back its agents may not be, for a moment (they try once a second): that
+#: nobody listens is not believed at once.
+SETTLING_SECONDS = 3.0
+ABSENT_AGAIN_SECONDS = 0.25
+
 
 @define(eq=False)
 class Inbox:
@@ -37,6 +42,10 @@ class Inbox:
     _open: dict[str, NatsSent] = field(factory=dict)
     #: Requests that wait for the broker: subject, payload, and until when.
     _waiting: dict[NatsSent, tuple[str, bytes, float]] = field(factory=dict)
+    #: Requests sent while agents were coming back: subject and payload, to send them again.
+    _again: dict[NatsSent, tuple[str, bytes]] = field(factory=dict)
+    #: Until then after the broker was away.
+    _settled_at: float = 0.0
     #: Open attempts whose frames come first in a batch.
     _first: int = 0
     _subscription: Subscription | None = None
@@ -65,6 +74,11 @@ class Inbox:
         return self.broker.is_connected
 
     @property
+    def is_settling(self) -> bool:
+        """The broker was away a moment ago, and not everybody may be back."""
+        return self.reactor.now < self._settled_at
+
+    @property
     def open_requests(self) -> int:
         """Attempts that may still get a frame (for tests and for /debug)."""
         return len(self._open)
@@ -84,6 +98,21 @@ class Inbox:
         if self._open.pop(sent.reply, None) is not None:
             self._first -= sent.rank == Rank.PREFILL
         self._waiting.pop(sent, None)
+        self._again.pop(sent, None)
+
+    def arrived(self, sent: NatsSent) -> None:
+        """The request has reached its worker."""
+        self._again.pop(sent, None)
+
+    def sends_again(self, sent: NatsSent) -> bool:
+        """Nobody was there to take a request; True if it goes out once more, in a moment."""
+        again = self._again.pop(sent, None)
+        if again is None:
+            return False
+        sent.is_published = False
+        self._waiting[sent] = (*again, self.reactor.now + self.connect_seconds)
+        self.reactor.sweeper.arm(sent, self.reactor.now + ABSENT_AGAIN_SECONDS)
+        return True
 
     def publish(self, sent: NatsSent, subject: str, payload: bytes) -> None:
         """Send a request, now or when the broker is back; fails by what `sent` tells."""
@@ -98,8 +127,15 @@ class Inbox:
     def wait_on(self, sent: NatsSent, now: float) -> float | None:
         """How long a request still waits for the broker; past that it is lost."""
         waiting = self._waiting.get(sent)
-        if waiting is None or now < waiting[2]:
-            return None if waiting is None else waiting[2]
+        if waiting is None:
+            return None
+        subject, payload, until = waiting
+        if self.is_connected:
+            del self._waiting[sent]
+            self.publish(sent, subject, payload)
+            return None
+        if now < until:
+            return until
         del self._waiting[sent]
         sent.miss("the broker is away")
         return None
@@ -114,8 +150,15 @@ class Inbox:
         except PayloadTooLarge as error:
             sent.meet_limit(error.limit)
             return True
+        if self.is_settling and not sent.is_cold:
+            self._again[sent] = (subject, payload)
         sent.published()
         return True
+
+    def lose_worker(self, cancel_subject: str, why: str) -> None:
+        """A worker has gone without a word; within a batch of the reactor's."""
+        every = [each for each in self._open.values() if each.cancel_subject == cancel_subject]
+        self._tell_each(every, lambda sent: sent.lose_worker(why))
 
     # What the broker tells
 
@@ -162,6 +205,7 @@ class Inbox:
         self.reactor.begin_batch()
         every = list(self._open.values())
         if is_connected:
+            self._settled_at = self.reactor.now + SETTLING_SECONDS
             waiting, self._waiting = self._waiting, {}
             self._tell_each(every, NatsSent.reconnected)
             self._tell_each(list(waiting), lambda sent: self.publish(sent, *waiting[sent][:2]))

@@ -28,6 +28,7 @@ from router.wires.nats.broker import (
     QueueFull,
     Subscription,
 )
+from router.wires.nats.protocol import UNREADABLE
 
 #: For one answer of the API.
 ASK_SECONDS = 5.0
@@ -85,12 +86,18 @@ class _Error(msgspec.Struct):
     description: str = ""
 
 
+class _State(msgspec.Struct):
+    last_seq: int = 0
+
+
 class Answer(msgspec.Struct):
     """What is read of the API's answers."""
 
     error: _Error | None = None
     num_pending: int = 0
     num_ack_pending: int = 0
+    #: Of a stream.
+    state: _State = msgspec.field(default_factory=_State)
     #: The server's time as it answered; of consumers since nats-server 2.10.
     ts: datetime | None = None
 
@@ -191,7 +198,7 @@ class Api:
 def _checked(message: Message) -> Answer:
     try:
         answer = msgspec.json.decode(message.payload, type=Answer)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BrokerError("an answer of JetStream cannot be read") from error
     if answer.error is not None:
         raise ApiError(answer.error.err_code, answer.error.description)
@@ -329,6 +336,8 @@ class Handed:
     domain and account before the stream and one more token at the end (nats-server 2.9).
     """
 
+    #: Its number in the stream.
+    number: int
     #: When it was stored, by the server's clock, in seconds since the epoch.
     stored_at: float
     #: How many the consumer still had to hand out after it.
@@ -338,8 +347,8 @@ class Handed:
     def read(cls, reply: str) -> Handed:
         """From a reply subject."""
         tokens = reply.split(".")
-        time, pending = tokens[7:9] if len(tokens) == 9 else tokens[9:11]
-        return cls(int(time) / 1e9, int(pending))
+        number, _, time, pending = tokens[5:9] if len(tokens) == 9 else tokens[7:11]
+        return cls(int(number), int(time) / 1e9, int(pending))
 
 
 @define(eq=False)

@@ -69,6 +69,12 @@ class NatsWire:
             self, worker_id, self.names.request(worker_id), self.names.cancel(worker_id), rank
         )
 
+    def lose_worker(self, worker_id: str) -> None:
+        """It has gone without a word: what waits for it in the work queue goes elsewhere."""
+        self.reactor.begin_batch()
+        self.inbox.lose_worker(self.names.cancel(worker_id), "the worker's entry has expired")
+        self.reactor.end_batch()
+
     async def flush(self) -> None:
         """At the end: what was cancelled is told to its workers. Takes FLUSH_SECONDS at most."""
         await self.inbox.cancels.flush(FLUSH_SECONDS)

@@ -36,6 +36,12 @@ class NatsClient(Client):
         #: The connection is of no use any more; told before anything else.
         self.lost = asyncio.Event()
 
+    @property
+    def server(self) -> str:
+        """Host and port of the server it is at, or has tried last."""
+        found = self._current_server or (self._server_pool[-1] if self._server_pool else None)
+        return found.uri.netloc.rpartition("@")[2] if found is not None else ""
+
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         # The original writes the PING past what is still pending, so that the PONG proves nothing
         # about it: `flush` and `drain` would return too early. And when somebody has stopped

@@ -10,7 +10,7 @@ and nothing here may know either.
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -24,6 +24,9 @@ from router.headers import Headers
 TYPE = "rs-type"
 #: The frame's number from 0, without a gap (Baton).
 SEQ = "rs-seq"
+#: Who sends it: a name of this one process, so that of two agents with one id, which both answer,
+#: only one is heard (Baton).
+FROM = "rs-from"
 #: The engine's HTTP status: on `done`, and on Baton's `head` and `error`.
 STATUS = "rs-status"
 #: Where replies go, if the request's reply field is taken (JetStream puts its ack subject there).
@@ -41,11 +44,19 @@ CARRIED = {
     b"retry-after": "rs-retry-after",
 }
 
+#: What a value may hold to become a header of an answer. NATS carries nearly any byte, and clients
+#: take some of them for the end of a line.
+_HARMLESS = re.compile(r"[ -~]+")
+_DIGITS_MAX = 15
+
 #### kinds of reply frames
 
 HEAD = "head"
 DATA = "data"
 HEARTBEAT = "heartbeat"
+#: A heartbeat that takes no number, and bears the one of the frame that comes next: one that is
+#: lost leaves no gap, and one that arrives shows whether there is any.
+STILL = "still"
 DONE = "done"
 ERROR = "error"
 #: The status of an `error` frame that says: the engine could not be reached, and got nothing.
@@ -53,7 +64,10 @@ UNREACHABLE = 502
 #: Nothing that follows one of these counts.
 TERMINAL = frozenset({DONE, ERROR})
 #: What a router of ours asks for.
-ACCEPTED = f"{HEAD},{HEARTBEAT}"
+ACCEPTED = f"{HEAD},{HEARTBEAT},{STILL}"
+
+#: What decoding JSON of others may raise; msgspec's own errors do not cover the last two.
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 #: What JetStream answers when a stream has stored a message that was sent with a reply subject.
 _ACK_FIELDS = frozenset({"type", "stream", "seq", "domain", "duplicate", "batch", "count", "error"})
@@ -90,7 +104,7 @@ def is_stored(headers: Mapping[str, str], payload: bytes) -> bool:
         return False
     try:
         found = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return False
     return {"stream", "seq"} <= found.keys() <= _ACK_FIELDS
 
@@ -98,39 +112,53 @@ def is_stored(headers: Mapping[str, str], payload: bytes) -> bool:
 def accepted(headers: Mapping[str, str]) -> frozenset[str]:
     """The kinds of frames that the sender of a request understands beside Infera's."""
     words = headers.get(ACCEPT, "").split(",")
-    return frozenset(word.strip() for word in words) & {HEAD, HEARTBEAT}
+    return frozenset(word.strip() for word in words) & {HEAD, HEARTBEAT, STILL}
 
 
-def frame_headers(kind: str, seq: int, status: int | None = None) -> dict[str, str]:
-    """The headers of a reply frame."""
+def frame_headers(
+    kind: str, seq: int, status: int | None = None, *, sender: str = ""
+) -> dict[str, str]:
+    """The headers of a reply frame; `sender` is the process that it is from."""
     headers = {TYPE: kind, SEQ: str(seq)}
+    if sender:
+        headers[FROM] = sender
     if status is not None:
         headers[STATUS] = str(status)
     return headers
 
 
-def head_headers(seq: int, status: int, headers: Headers) -> dict[str, str]:
+def head_headers(seq: int, status: int, headers: Headers, *, sender: str = "") -> dict[str, str]:
     """The headers of a `head` frame; of the engine's `headers` it carries those that count."""
-    lines = frame_headers(HEAD, seq, status)
+    lines = frame_headers(HEAD, seq, status, sender=sender)
     for name, value in headers:
         if (carried := CARRIED.get(name)) is not None:
             lines[carried] = value.decode("latin-1")
     return lines
 
 
-def answer_headers(headers: Mapping[str, str]) -> Headers:
-    """What a `head` frame says of the engine's headers (names in lower case)."""
-    return [
-        (name, headers[carried].encode("latin-1", "replace"))
+def answer_headers(headers: Mapping[str, str], *, streams: bool = False) -> Headers:
+    """What a `head` frame says of the engine's headers (names in lower case).
+
+    A value with anything but visible ASCII and spaces does not count; in the place of such a
+    content type comes what engines send.
+    """
+    found = [
+        (name, headers[carried].encode())
         for name, carried in CARRIED.items()
-        if carried in headers
+        if _HARMLESS.fullmatch(headers.get(carried, ""))
     ]
+    content_type = b"content-type"
+    if CARRIED[content_type] in headers and content_type not in dict(found):
+        is_stream = streams and number(headers, STATUS) == 200
+        found.append((content_type, b"text/event-stream" if is_stream else b"application/json"))
+    return found
 
 
 def number(headers: Mapping[str, str], name: str) -> int | None:
     """The header's number, or None where there is none (`rs-seq`, `rs-status`)."""
-    text = headers.get(name)
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+    text = headers.get(name, "")
+    is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+    return int(text) if is_number else None
 
 
 #### subjects and names
@@ -160,6 +188,10 @@ class Names:
     def cancel(self, worker_id: str) -> str:
         """Where a worker hears that nobody wants an answer any more; the payload is the inbox."""
         return f"{self.prefix}.cancel.{token_of(worker_id)}"
+
+    def agent(self, worker_id: str) -> str:
+        """Where Baton's agents of one id hear of each other; there should be one."""
+        return f"{self.prefix}.agent.{token_of(worker_id)}"
 
     def drain(self, worker_id: str) -> str:
         """Where Baton's agent is asked to drain."""
@@ -208,7 +240,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.body_base64 is not None:
             try:
                 return base64.b64decode(self.body_base64, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:
                 raise NotARequest(f"body_base64: {error}") from None
         body = bytes(self.body)
         return b"" if body == b"null" else body
@@ -251,7 +283,7 @@ def read_request(payload: bytes) -> Request:
     """The request in a payload; raises NotARequest. Fields nobody knows are skipped."""
     try:
         request = _DECODER.decode(payload)
-    except msgspec.DecodeError as error:  # malformed, or of another shape
+    except UNREADABLE as error:  # malformed, too deep, or of another shape
         raise NotARequest(str(error)) from None
     if not request.path.startswith("/"):
         raise NotARequest("the path does not begin with a slash")
@@ -281,6 +313,6 @@ def _is_json(body: bytes) -> bool:
     try:
         _SKIPPER.decode(body)
         body.decode()
-    except ValueError:  # msgspec's DecodeError and UnicodeDecodeError are both
+    except UNREADABLE:
         return False
     return True

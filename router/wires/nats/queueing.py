@@ -92,7 +92,7 @@ class Queueing:
         if waiting.is_known_full(self.inbox.reactor.now):
             sent.meet_full_queue()
             return
-        there = waiting
+        there, sent.is_stored = waiting, True
 
         async def send() -> None:
             await self._send(sent, there, subject, payload)

@@ -2,9 +2,10 @@
 
 The worker proves that it is there with its first frame. From then on every frame must bear the
 next number; a missing one is a break, since nothing else would tell that a piece of the answer is
-lost (core NATS delivers at most once). A peer that does not number its frames is believed as long
-as nothing can have been lost. Frames of a client that is slow are kept, up to a bound, because
-nobody could hold the agent back. Whoever gives up an answer that is not over has it cancelled.
+lost (core NATS delivers at most once). Where two processes answer, the first is heard. A peer that
+does not number its frames is believed as long as nothing can have been lost. Frames of a client
+that is slow are kept, up to a bound, because nobody could hold the agent back. Whoever gives up an
+answer that is not over has it cancelled.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from router.wires.nats.protocol import (
     DATA,
     DONE,
     ERROR,
+    FROM,
     HEAD,
     HEARTBEAT,
     HEARTBEAT_LOST_SECONDS,
     SEQ,
     SERVER_STATUS,
     STATUS,
+    STILL,
     TERMINAL,
     TYPE,
     UNREACHABLE,
@@ -35,7 +38,7 @@ from router.wires.nats.protocol import (
     is_stored,
     number,
 )
-from router.wires.nats.silence import Peer, Silence, Verdict
+from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ HELD_BYTES_MAX = 64 * 1024 * 1024
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
 DETAIL_CHARACTERS_MAX = 500
+ABSENT = "nobody listens at the worker's subject"
 
 
 class NatsSent:
@@ -61,6 +65,7 @@ class NatsSent:
         "_kept",
         "_leaves_at",
         "_passes",
+        "_sender",
         "_silence",
         "_streams",
         "answered",
@@ -70,6 +75,7 @@ class NatsSent:
         "is_cold",
         "is_over",
         "is_published",
+        "is_stored",
         "peer",
         "rank",
         "reply",
@@ -96,12 +102,16 @@ class NatsSent:
         self.answered: Answered | None = answered
         self.armed_at: float | None = None
         self.is_published = False
+        #: It goes through a queue, where it may wait for a worker that has gone.
+        self.is_stored = False
         #: The worker is done with it, or was told that nobody wants it.
         self.is_over = False
         self._streams = streams
         self._expected = 0
         #: None until a frame has shown whether this peer numbers them.
         self._is_numbered: bool | None = None
+        #: Whose frames these are: of two agents with one id, who was heard first.
+        self._sender: str | None = None
         self._has_begun = False
         self._has_head = False
         self._silence = Silence(peer)
@@ -166,13 +176,18 @@ class NatsSent:
         if self.answered is None:
             return
         answered = self._last()
-        if self.is_published:
+        if self.is_published and not self.is_cold:
             self.inbox.missed()
         if not self.is_over:
             self._finish()
             if self.is_published:
                 self.inbox.cancels.add(self.cancel_subject, self.reply)
         answered.on_missed(detail)
+
+    def lose_worker(self, why: str) -> None:
+        """Its worker has gone: what waits for it in a queue is taken by nobody."""
+        if self.is_stored and not self._has_begun and not self.is_over:
+            self.miss(why)
 
     def expose(self, why: str) -> None:
         """Messages to us may have been lost: whoever numbers them shows whether any were."""
@@ -181,7 +196,7 @@ class NatsSent:
         if self._is_numbered is False or self.is_cold:
             self.miss(why)
             return
-        self._silence.is_exposed = True
+        self._silence.exposed_at = self.inbox.reactor.now
         self._watch()
 
     def published(self) -> None:
@@ -194,7 +209,10 @@ class NatsSent:
 
     def reconnected(self) -> None:
         """Silence counts from now on: nobody could be heard before."""
-        self._silence.heard_at = self.inbox.reactor.now
+        self.peer.back_at = None
+        if self.is_published and not self.is_over:
+            self._silence.back_at = self.inbox.reactor.now
+            self._arm(self._silence.back_at + SECOND_LOOK_SECONDS)
 
     # What comes
 
@@ -203,12 +221,13 @@ class NatsSent:
         if self.is_over:
             return
         headers = message.headers
-        if headers.get(SEQ) == str(self._expected) and self._is_numbered:
+        is_next = headers.get(SEQ) == str(self._expected) and headers.get(FROM) == self._sender
+        kind = headers.get(TYPE, DATA)
+        if is_next and self._is_numbered and kind != STILL:
             self._expected += 1
         elif not self._counts(message):
             return
         self._silence.heard_at = self.inbox.reactor.now
-        kind = headers.get(TYPE, DATA)
         if self._passes and kind == DATA:
             if message.payload and self.answered is not None:
                 self.answered.on_body(message.payload)
@@ -221,6 +240,7 @@ class NatsSent:
         for message in messages:
             headers = message.headers
             is_plain = self._passes and self._is_numbered and headers.get(TYPE) == DATA
+            is_plain = is_plain and headers.get(FROM) == self._sender
             if is_plain and headers.get(SEQ) == str(self._expected):
                 self._expected += 1
                 pieces.append(message.payload)
@@ -246,6 +266,8 @@ class NatsSent:
             return False
         if is_stored(headers, message.payload):
             return False
+        if self._expected and headers.get(FROM) != self._sender:
+            return False
         found = number(headers, SEQ)
         if found is None and (SEQ in headers or self._is_numbered):
             self.miss("a frame without its number")
@@ -262,25 +284,40 @@ class NatsSent:
             return False
         else:
             self._is_numbered = True
+        if headers.get(TYPE) == STILL:
+            return True
+        self._sender = headers.get(FROM)
         self._expected += 1
         return True
 
     def _meet_absence(self) -> None:
+        if self.inbox.is_settling and self.answered is not None:
+            # The broker is just back, and the agent may be a moment later.
+            if self.is_cold:
+                self.miss("the agent may not be back yet")
+                return
+            if self.inbox.sends_again(self):
+                return
         if self._finish() is not None:
-            self._last().on_broken("nobody listens at the worker's subject", connecting=True)
+            self._last().on_broken(ABSENT, connecting=True)
+        if self.is_cold:
+            self.inbox.lose_worker(self.cancel_subject, ABSENT)
 
     def _take_other(self, kind: str, message: Message) -> None:
+        if self.peer.back_at is None:
+            self.peer.back_at = self.inbox.reactor.now
         if not self._has_begun:
             self._has_begun = True
             self._silence.began()
+            self.inbox.arrived(self)
             if self.answered is not None:
                 self.answered.on_connected()
-        if kind in (HEARTBEAT, HEAD):
+        if kind in (HEARTBEAT, STILL, HEAD):
             self._silence.is_beating = self.peer.has_word = True
             self._watch()
         if kind in TERMINAL and (self.answered is None or not self._kept):
             self._finish()
-        if self.answered is None or kind == HEARTBEAT:
+        if self.answered is None or kind in (HEARTBEAT, STILL):
             return
         if self._is_paused or self._kept:
             self._keep(kind, message)
@@ -323,7 +360,7 @@ class NatsSent:
         elif self.answered is not None:
             self._has_head = True
             self._passes = not self._kept and not self._is_paused
-            self.answered.on_head(status, answer_headers(message.headers))
+            self.answered.on_head(status, answer_headers(message.headers, streams=self._streams))
 
     def _tell_data(self, payload: bytes) -> None:
         assert self.answered is not None
@@ -376,9 +413,10 @@ class NatsSent:
     def _tell_refusal(self, status: int) -> None:
         """The agent itself has refused it. What it says is for the log: it may hold addresses."""
         message = "The worker does not take this request."
-        is_full = status in (429, 503)
-        refusal = Refusal("queue_full", message) if is_full else Refusal("bad_request", message)
-        body = refusal.body()
+        if status in (429, 503):
+            body = Refusal("queue_full", message).body()
+        else:
+            body = Refusal("bad_request", message).body()
         assert self.answered is not None
         self.answered.on_head(status, [(b"content-type", b"application/json")])
         if self.answered is not None:

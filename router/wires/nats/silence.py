@@ -3,6 +3,8 @@
 An agent says at once that it has a request, and then every so often that it lives, so its silence
 means something: it is gone, or the request never arrived (core NATS may lose a message, and says
 nothing). An old worker may think for minutes without a frame, and its silence means nothing.
+After the broker was away nobody is blamed for silence, and it need not last: an agent that is back
+sends a heartbeat for whatever it is still at.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from router.wires.nats.protocol import HEARTBEAT_LOST_SECONDS
 AWAY_SECONDS = 10.0
 #: A silence is looked at twice: this process itself may have stood still, and frames be waiting.
 SECOND_LOOK_SECONDS = 1.0
+#: Since the agent is known to be back, how long it may say nothing of a request that it has.
+BACK_QUIET_SECONDS = 2.0
 
 
 class Verdict(Enum):
@@ -30,6 +34,8 @@ class Peer:
 
     #: It says at once that it has a request: an agent, no old worker.
     has_word: bool = False
+    #: When it was first heard after the broker was away; None while it was not.
+    back_at: float | None = 0.0
 
 
 @define(eq=False, slots=True)
@@ -40,8 +46,11 @@ class Silence:
     heard_at: float = 0.0
     #: It sends heartbeats.
     is_beating: bool = False
-    #: Frames may have been lost before the first one came.
-    is_exposed: bool = False
+    #: When frames may have been lost; what comes after that, if it has the right number, shows
+    #: that none were.
+    exposed_at: float = float("-inf")
+    #: Nobody could be heard before.
+    back_at: float = 0.0
     #: It went to the worker itself, not into a queue where it may wait, and no frame has come.
     is_awaited: bool = False
     _looked_at: float = field(init=False, default=0.0)
@@ -50,18 +59,36 @@ class Silence:
         """The first frame has come."""
         self.is_awaited = False
 
+    @property
+    def is_exposed(self) -> bool:
+        """Frames may have been lost, and none has come since."""
+        return self.exposed_at >= self.heard_at
+
     def look(self, now: float, is_connected: bool) -> float | Verdict | None:
         """What to make of it, or when to look again; None when it means nothing."""
         if not (self.is_beating or self.is_exposed or self.is_awaited):
             return None
-        until = self.heard_at + HEARTBEAT_LOST_SECONDS
+        until = max(self.heard_at, self.back_at) + HEARTBEAT_LOST_SECONDS
+        if self.is_exposed and is_connected:
+            until = self._soonest(until)
+            if now < until:
+                return min(until, now + SECOND_LOOK_SECONDS / 2)  # the agent may be back by then
         if now < until:
             return until
         if not (self.is_beating or self.is_exposed or self.peer.has_word):
             return now + HEARTBEAT_LOST_SECONDS  # the next probe may show who it is
         if not is_connected and now < until + AWAY_SECONDS:
             return until + AWAY_SECONDS  # nobody can be heard, but the broker may come back
-        if self._looked_at <= self.heard_at:
+        if self._looked_at <= max(self.heard_at, self.back_at):
             self._looked_at = now
             return now + SECOND_LOOK_SECONDS
-        return Verdict.GONE if self.is_beating and is_connected else Verdict.MISSED
+        is_blamed = self.is_beating and is_connected and not self.is_exposed
+        return Verdict.GONE if is_blamed else Verdict.MISSED
+
+    def _soonest(self, until: float) -> float:
+        """The agent is back, and would have said so of this request by then."""
+        back_at = self.peer.back_at
+        if back_at is None or not self.peer.has_word:
+            return until
+        since = max(back_at, self.back_at, self.exposed_at)
+        return min(until, since + BACK_QUIET_SECONDS)

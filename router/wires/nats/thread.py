@@ -13,6 +13,7 @@ server. Subscriptions are kept here and made anew.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager
@@ -56,6 +57,9 @@ class Owner(Protocol):
 
     def lost(self) -> None:
         """It is gone."""
+
+    def troubled(self, trouble: str) -> None:
+        """Why it cannot be made, for people."""
 
 
 class Order(Protocol):
@@ -236,7 +240,7 @@ class _Far:
             try:
                 await self._live(client)
             except FAILURES as error:
-                self.complain("connection", error)
+                self.complain("connection", error, client.server)
             finally:
                 self._forget(client)
                 disposal = asyncio.create_task(dispose(client))
@@ -250,7 +254,7 @@ class _Far:
             await client.connect(
                 self.servers,
                 name=self.name,
-                error_cb=self._on_error,
+                error_cb=partial(self._on_error, client),
                 allow_reconnect=False,
                 # Inside `connect` it goes on trying for ever, one second apart.
                 max_reconnect_attempts=-1,
@@ -264,7 +268,7 @@ class _Far:
             )
         except Exception as error:
             # Whatever answers there need not be a server, and nats-py raises whatever comes of it.
-            raise nats.errors.Error(f"no connection: {error!r}") from error
+            raise nats.errors.Error(say(error)) from error
 
     async def _live(self, client: NatsClient) -> None:
         await self._connect(client)
@@ -327,14 +331,32 @@ class _Far:
 
         return listen
 
-    async def _on_error(self, error: Exception) -> None:
-        self.complain("connection", error)
+    async def _on_error(self, client: NatsClient, error: Exception) -> None:
+        self.complain("connection", error, client.server)
 
-    def complain(self, place: str, error: Exception) -> None:
+    def complain(self, place: str, error: Exception, server: str = "") -> None:
         """Once between two connections; the next attempts fail in the same way."""
+        if self.client is None:
+            self.crossing.tell(partial(self.owner.troubled, f"{server}: {say(error)}"))
         if not self._has_complained:
             self._has_complained = True
-            self.crossing.tell(partial(_log.warning, "nats_error", place=place, error=repr(error)))
+            told = {"place": place, "server": server or None, "error": say(error)}
+            self.crossing.tell(partial(_log.warning, "nats_error", **told))
+
+
+def say(error: Exception) -> str:
+    """For people who have to find out what is wrong with a server or with its address."""
+    # nats-py 2.16 knows the server's words in another spelling than servers write them.
+    is_named = isinstance(error, nats.errors.AuthorizationError)
+    if is_named or "authorization violation" in str(error).lower():
+        return "it refuses the user, the password or the token, or wants one"
+    if isinstance(error, socket.gaierror):
+        return f"its name leads nowhere ({error.strerror})"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return str(error) if type(error) is nats.errors.Error else repr(error)
 
 
 async def _is_lost_within(client: NatsClient, seconds: float) -> bool:

@@ -1,7 +1,8 @@
 """A work queue over JetStream: what is stored until its one consumer has acknowledged it.
 
 WorkQueue retention, in memory; full, it refuses what is new, because an old message that gives way
-is a request that was accepted and is lost without a word. The consumers are durable and pulled.
+is a request that was accepted and is lost without a word. What is too old for anybody to wait for
+is forgotten: a consumer that is never made takes nothing. The consumers are durable and pulled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from router.wires.nats.broker import (
     OnLost,
     check_subject,
 )
-from router.wires.nats.jetstream import Api, ApiError, Follower, Pull, Stream, nanoseconds
+from router.wires.nats.jetstream import (
+    Api,
+    ApiError,
+    Follower,
+    Handed,
+    Pull,
+    Stream,
+    nanoseconds,
+)
 
 _BATCH = 256
 
@@ -35,6 +44,7 @@ class StoredQueue:
     name: str
     subjects: tuple[str, ...]
     max_messages: int
+    max_age_seconds: float
     stream: Stream = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -45,6 +55,7 @@ class StoredQueue:
             "storage": "memory",
             "discard": "new",
             "max_msgs": self.max_messages,
+            "max_age": nanoseconds(self.max_age_seconds),
         }
         self.stream = Stream(self.api, self.name, config)
 
@@ -89,6 +100,11 @@ class StoredQueue:
         info = await self.api.call(f"CONSUMER.INFO.{self.name}.{durable}")
         return Backlog(info.num_pending, info.num_ack_pending)
 
+    async def last_number(self) -> int:
+        """Of what was stored last."""
+        await self.stream.ensure()
+        return (await self.api.call(f"STREAM.INFO.{self.name}")).state.last_seq
+
     async def delete_consumer(self, durable: str) -> None:
         """Remove it."""
         try:
@@ -105,6 +121,11 @@ class StoredJob:
     api: Api
     message: Message
     _is_acked: bool = False
+
+    @property
+    def number(self) -> int:
+        """Its place in the queue of all."""
+        return Handed.read(self.message.reply).number
 
     def ack(self) -> None:
         """Done."""
