@@ -15,14 +15,13 @@ import trio
 
 from router.agent.app import Agent
 from router.agent.draining import ask_to_drain
-from router.agent.presence import Hello
+from router.agent.presence import Hello, wait_connected
 from router.agent.settings import AgentSettings
 from router.config import NatsUrl
 from router.logs import Logs, configure
 from router.process import calm_collector, raise_descriptor_limit
 from router.tcp import TcpNetwork
 from router.wires.nats.bridge import Bridge
-from router.wires.nats.broker import wait_connected
 from router.wires.nats.protocol import Names
 
 _log = structlog.get_logger("baton")

@@ -16,6 +16,7 @@ import trio
 from attrs import define, field
 
 from router.agent.intake import Intake
+from router.agent.presence import wait_connected
 from router.agent.registration import Registration
 from router.wires.nats.broker import (
     Broker,
@@ -23,7 +24,6 @@ from router.wires.nats.broker import (
     BrokerError,
     Message,
     Subscription,
-    wait_connected,
 )
 from router.wires.nats.protocol import UNREADABLE, Names
 

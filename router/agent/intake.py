@@ -14,6 +14,7 @@ import structlog
 import trio
 from attrs import define, field
 
+from router.agent.presence import wait_connected
 from router.agent.proxied import Beside, Proxied
 from router.agent.replies import LastFrames, Replies
 from router.agent.tombstones import Tombstones
@@ -26,7 +27,6 @@ from router.wires.nats.broker import (
     Subscription,
     WorkQueue,
     check_subject,
-    wait_connected,
 )
 from router.wires.nats.protocol import INBOX, Names, accepted, token_of
 

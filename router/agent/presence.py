@@ -18,7 +18,7 @@ import structlog
 import trio
 from attrs import define, field
 
-from router.wires.nats.broker import Broker, BrokerAway, Message, Subscription, wait_connected
+from router.wires.nats.broker import Broker, BrokerAway, Message, Subscription
 from router.wires.nats.protocol import UNREADABLE, Names
 
 _log = structlog.get_logger("baton")
@@ -157,3 +157,21 @@ class Presence:
         except BrokerAway:
             return False
         return True
+
+
+async def wait_connected(broker: Broker) -> None:
+    """Until there is a connection."""
+    connected = trio.Event()
+
+    def told(is_connected: bool) -> None:
+        if is_connected:
+            connected.set()
+
+    broker.on_state.append(told)
+    try:
+        if broker.is_connected:
+            await trio.lowlevel.checkpoint()
+        else:
+            await connected.wait()
+    finally:
+        broker.on_state.remove(told)

@@ -141,6 +141,7 @@ def test_where_probes_meet_nobody_what_is_stored_goes_elsewhere() -> None:
     async def story(cluster: Cluster) -> None:
         router = cluster.add_router(policy="round_robin", nats_req_max_pending=4)
         url = cluster.reach(router, cluster.start_engine("beside"))
+        await trio.sleep(0.1)
         for each in ("nats:w1,engine=vllm", f"{url},engine=vllm"):
             router.app.fleet.add(WorkerSpec.parse(each))
         cluster.add_agent("w1", agent=QUEUED)

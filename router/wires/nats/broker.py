@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-import trio
 from attrs import field, frozen
 
 #: What a broker takes until its server has said otherwise (NATS 2.x: 1 MiB).
@@ -262,24 +261,6 @@ class Broker(Protocol):
         What nobody has acknowledged after `max_age_seconds` is forgotten. One that somebody else
         made is used as it is.
         """
-
-
-async def wait_connected(broker: Broker) -> None:
-    """Until there is a connection."""
-    connected = trio.Event()
-
-    def told(is_connected: bool) -> None:
-        if is_connected:
-            connected.set()
-
-    broker.on_state.append(told)
-    try:
-        if broker.is_connected:
-            await trio.lowlevel.checkpoint()
-        else:
-            await connected.wait()
-    finally:
-        broker.on_state.remove(told)
 
 
 def matches(pattern: str, subject: str) -> bool:
