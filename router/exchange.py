@@ -31,6 +31,7 @@ from router.legs import Leg
 from router.moving import Moving
 from router.openai import Judge
 from router.partners import Observer, Pair
+from router.patience import meet_silence
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
@@ -49,8 +50,6 @@ _LET_GO = {
     "rejected": "aborted",  # by its prefill: a leg that was rejected itself is over already
     "shut_down": "aborted",
 }
-#: How often a silent stream's worker is looked at again.
-_SUSPECT_AGAIN_SECONDS = 1.0
 #: The client has something, so that a lost leg is a break and not another try.
 _MOVABLE = frozenset({S.COMMITTED, S.STREAMING, S.POISONED, S.RESUMING})
 #: A leg in these states may be given back by its worker.
@@ -418,40 +417,10 @@ class Exchange:
             message = "The request waited too long for its turn."
             self.fire("refused", Failure(Refusal("queue_timeout", message, retry_after=1)))
         elif leg is not None and is_due(clocks.leg_due(leg), now):
-            self._meet_silence(leg, now)
+            meet_silence(self, leg, now)
         elif is_due(clocks.keep_alive_due(), now) and self.channel.reply_begun:
             self.channel.write(b": keep-alive\n\n")
             clocks.kept_alive_at = now
-
-    def _meet_silence(self, leg: Leg, now: float) -> None:
-        """Silence alone is patience's matter; with a worker that nobody reaches, it is the end.
-
-        A real vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is
-        already closed.
-        """
-        is_stalled = is_due(self.clocks.stall_due(leg), now)
-        if (is_stalled or leg.is_error) and self.survives(leg, "stalled"):
-            return
-        if self.pair is not None and self.pair.meets_silence(leg, is_stalled=is_stalled):
-            return
-        if is_stalled:
-            self._meet_stall(leg)
-        elif leg.worker.is_silent:
-            if not self.survives(leg, "stalled"):
-                self.lose(leg, "stalled", "leg_stalled", Failure(broken()))
-        else:
-            leg.worker.probe_soon()
-            leg.suspect_again_at = now + _SUSPECT_AGAIN_SECONDS
-
-    def _meet_stall(self, leg: Leg) -> None:
-        leg.worker.probe_soon()
-        if leg.state is LegState.STREAMING:
-            seconds = self.clocks.deadlines.stream_idle
-            refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
-        else:
-            seconds = self.clocks.deadlines.first_token
-            refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
-        self.lose(leg, "stalled", "leg_stalled", Failure(refusal))
 
     # The end
 

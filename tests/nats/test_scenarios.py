@@ -6,6 +6,7 @@ Routers are processes, workers are puppets or old ones: the agent's side is in t
 import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import trio
@@ -351,12 +352,26 @@ async def test_a_lost_beginning_or_end_is_not_a_short_answer(
                 for seq in kept:
                     only.send(inbox, "data", events[seq], seq=seq)
                 only.send(inbox, "done", seq=len(events), status=200)
+            nursery.start_soon(_refuse_from, only, 2)  # nobody else is there to ask again
             answers = [await beginning.answer(), await end.answer()]
+            nursery.cancel_scope.cancel("answered")
 
     for answer in answers:
         assert not answer.is_good
         assert answer.error is not None
         assert not answer.is_done
+
+
+def _is_asked(made: Puppet, number: int) -> bool:
+    return len(made.asked) > number
+
+
+async def _refuse_from(made: Puppet, number: int) -> None:
+    while True:
+        await f.until(partial(_is_asked, made, number), 60)
+        inbox = made.asked[number]
+        made.send(inbox, "error", b"no", seq=0)
+        number += 1
 
 
 #### Payloads: scenario 38

@@ -46,6 +46,7 @@ class Inbox:
     _again: dict[NatsSent, tuple[str, bytes]] = field(factory=dict)
     #: Until then after the broker was away.
     _settled_at: float = 0.0
+    _was_lost: bool = False
     #: Open attempts whose frames come first in a batch.
     _first: int = 0
     _subscription: Subscription | None = None
@@ -205,11 +206,13 @@ class Inbox:
         self.reactor.begin_batch()
         every = list(self._open.values())
         if is_connected:
-            self._settled_at = self.reactor.now + SETTLING_SECONDS
+            if self._was_lost:  # at the first connection, who is not there is absent
+                self._settled_at = self.reactor.now + SETTLING_SECONDS
             waiting, self._waiting = self._waiting, {}
             self._tell_each(every, NatsSent.reconnected)
             self._tell_each(list(waiting), lambda sent: self.publish(sent, *waiting[sent][:2]))
         else:
+            self._was_lost = True
             self._tell_each(every, lambda sent: sent.expose("the connection to the broker is lost"))
         self.reactor.end_batch()
 

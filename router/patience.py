@@ -1,0 +1,51 @@
+"""What a silent leg means: patience, a look at its worker, or the end of the leg.
+
+Silence alone is a matter of the deadlines. With a worker that nobody reaches it is the end: a real
+vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is already closed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from router.answering import broken
+from router.clocks import is_due
+from router.errors import Refusal
+from router.legs import Leg
+from router.ticket import Failure
+from statemachines.leg import LegState
+
+if TYPE_CHECKING:
+    from router.exchange import Exchange
+
+#: How often a silent stream's worker is looked at again.
+SUSPECT_AGAIN_SECONDS = 1.0
+
+
+def meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
+    """One of the clocks of a leg has run out; `now` on Trio's clock, in seconds."""
+    is_stalled = is_due(exchange.clocks.stall_due(leg), now)
+    if (is_stalled or leg.is_error) and exchange.survives(leg, "stalled"):
+        return
+    if exchange.pair is not None and exchange.pair.meets_silence(leg, is_stalled=is_stalled):
+        return
+    if is_stalled:
+        _meet_stall(exchange, leg)
+    elif leg.worker.is_silent:
+        if not exchange.survives(leg, "stalled"):
+            exchange.lose(leg, "stalled", "leg_stalled", Failure(broken()))
+    else:
+        leg.worker.probe_soon()
+        leg.suspect_again_at = now + SUSPECT_AGAIN_SECONDS
+
+
+def _meet_stall(exchange: Exchange, leg: Leg) -> None:
+    leg.worker.probe_soon()
+    deadlines = exchange.clocks.deadlines
+    if leg.state is LegState.STREAMING:
+        seconds = deadlines.stream_idle
+        refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
+    else:
+        seconds = deadlines.first_token
+        refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
+    exchange.lose(leg, "stalled", "leg_stalled", Failure(refusal))
