@@ -8,6 +8,7 @@ counted, and ends that task only.
 
 from __future__ import annotations
 
+import random
 import signal
 import ssl
 import sys
@@ -33,7 +34,7 @@ from router.logs import Logs, configure
 from router.metrics import Metrics
 from router.mover import Mover
 from router.pd.aborts import Aborts
-from router.probing import probe_forever
+from router.probing import Turns, probe_forever
 from router.process import calm_collector, raise_descriptor_limit
 from router.reactor import Listener, Rank, Reactor
 from router.registry import Registry, View
@@ -85,6 +86,7 @@ class App:
     _wire: NatsWire | None = field(init=False, default=None)
     _registry: Registry | None = field(init=False, default=None)
     _client: httpx.AsyncClient = field(init=False)
+    _turns: Turns = field(init=False, factory=Turns)
     _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
     _limits: Limits = field(init=False)
@@ -298,7 +300,7 @@ class App:
 
     def _on_joined(self, worker: Worker) -> None:
         self.metrics.worker_joined(worker.id, worker.role)
-        self.spawn(probe_forever, worker, self._client, self.settings)
+        self.spawn(probe_forever, worker, self._client, self.settings, random.random, self._turns)
 
     def _on_left(self, worker: Worker) -> None:
         self.metrics.worker_left(worker.id)

@@ -144,6 +144,8 @@ class Metrics(Collector):
         self._worker_requests: Counts = {}
         self._streams: Counts = {}
         self._overridden: Counts = {}
+        #: Of each worker with series; thousands may leave at once, so nobody searches for theirs.
+        self._roles: dict[str, set[str]] = {}
         self._nats_view: Callable[[], NatsView | None] = lambda: None
         self._nats_missed: Counts = {}
         self._nats_lost: Counts = {}
@@ -221,6 +223,7 @@ class Metrics(Collector):
 
     def worker_joined(self, worker: str, role: str) -> None:
         """From here on the worker has series; joining again keeps what was counted."""
+        self._roles.setdefault(worker, set()).add(role)
         for leg_outcome in LEG_OUTCOMES:
             self._worker_requests.setdefault((worker, role, leg_outcome), 0)
         for stream_outcome in STREAM_OUTCOMES:
@@ -229,9 +232,12 @@ class Metrics(Collector):
 
     def worker_left(self, worker: str) -> None:
         """The worker's series vanish; legs of its own that end later are no longer counted."""
-        for counts in (self._worker_requests, self._streams, self._overridden):
-            for key in [key for key in counts if key[0] == worker]:
-                del counts[key]
+        for role in self._roles.pop(worker, ()):
+            for leg_outcome in LEG_OUTCOMES:
+                del self._worker_requests[worker, role, leg_outcome]
+        for stream_outcome in STREAM_OUTCOMES:
+            self._streams.pop((worker, stream_outcome), None)
+        self._overridden.pop((worker,), None)
 
     def leg_ended(self, *, worker: str, role: str, outcome: str) -> None:
         """A leg ended on this worker, with an outcome of `statemachines.leg.OUTCOMES`."""

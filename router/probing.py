@@ -21,7 +21,7 @@ from attrs import asdict, define, field
 from router.engines import MODELS, Answer, Knowledge, next_question, recognise
 from router.migration.fingerprint import fingerprint, question_body, read_ids
 from router.wires.client import WireAway, ask
-from router.worker import Probe, ProbeOutcome, Worker
+from router.worker import Origin, Probe, ProbeOutcome, Worker
 from statemachines import Edge
 from statemachines.worker import WorkerState
 
@@ -35,6 +35,11 @@ SPACING_SECS: Final = 0.5  # from the start of a probe to the next one that is a
 JITTER: Final = 0.1  # of the interval, so that a large fleet is not probed in one burst
 LEARN_EVERY: Final = 6  # probes; an engine may be restarted with another model between two of them
 BODY_BYTES_MAX: Final = 4 * 1024 * 1024  # of an answer; SGLang 0.5.23's /server_info has 20 KB
+
+# Between two probes of workers that named themselves. A probe costs a millisecond, and anybody who
+# can write to the registry can name thousands: then each is asked less often, and requests are
+# served all the same.
+TURN_SECS: Final = 0.01
 
 # The health endpoint does not exist, which is no illness: llama.cpp behind a prefix, a gateway
 # or an ingress that passes /v1 only. Then the list of models stands in for it.
@@ -55,15 +60,31 @@ class ProbeSettings(Protocol):
     def migration_limit(self) -> int: ...
 
 
+@define(eq=False)
+class Turns:
+    """Lets the probes of registered workers begin one after the other, first come first served."""
+
+    _lock: trio.Lock = field(init=False, factory=trio.Lock)
+    _next_at: float = field(init=False, default=float("-inf"))
+
+    async def take(self) -> None:
+        """Wait for a turn; who is cancelled meanwhile takes up none."""
+        async with self._lock:
+            await trio.sleep_until(self._next_at)
+            self._next_at = trio.current_time() + TURN_SECS
+
+
 async def probe_forever(
     worker: Worker,
     client: httpx.AsyncClient,
     settings: ProbeSettings,
     jitter: Callable[[], float] = random.random,
+    turns: Turns | None = None,
 ) -> None:
     """Probe until the worker is removed. The client's own timeouts are not relied on.
 
-    `jitter` gives numbers from 0 to 1; 0.5 makes every interval exact.
+    `jitter` gives numbers from 0 to 1; 0.5 makes every interval exact. `turns` are shared by all
+    workers that have registered.
     """
     with trio.CancelScope() as scope:
 
@@ -76,6 +97,8 @@ async def probe_forever(
         worker.on_probe_wanted = loop.ask
         try:
             while not worker.is_gone:
+                if turns is not None and worker.origin is Origin.REGISTRY:
+                    await turns.take()
                 await loop.probe()
                 await loop.wait()
         finally:

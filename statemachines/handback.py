@@ -51,7 +51,7 @@ HANDBACK = Chart(
         "clogged": "the broker takes no more, so that a part of the answer is missing",
         "overdue": "it has taken longer than --nats-req-max-duration",
         "cancel_came": "its router gave it up, perhaps before it came",
-        "window_over": "the agent drains and the window has ended",
+        "window_over": "the window of a drain has ended, or it was stored before the agent began",
         "stop_came": "the agent must stop at once: a second signal, or an error it cannot outlive",
         "bug": "an unexpected exception of ours while it was open",
     },

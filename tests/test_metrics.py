@@ -311,3 +311,17 @@ def test_all_metrics_of_a_request_are_cheap() -> None:
         metrics.stream_ended(worker="w1", outcome="ok")
 
     assert min(timeit.repeat(one_request, number=200, repeat=20)) / 200 < 12e-6
+
+
+def test_thousands_of_workers_leave_without_a_search_and_leave_nothing() -> None:
+    metrics = Metrics(Live())
+    number = 20_000
+    for each in range(number):
+        metrics.worker_joined(f"w{each}", "mixed")
+    metrics.worker_joined("w1", "prefill")
+    began = timeit.default_timer()
+    for each in range(number):
+        metrics.worker_left(f"w{each}")
+        metrics.worker_left(f"w{each}")
+    assert timeit.default_timer() - began < 5  # a search for each of them takes minutes
+    assert b'worker="w' not in metrics.render()

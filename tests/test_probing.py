@@ -17,7 +17,14 @@ from trio.testing import MockClock
 
 from router.config import Settings
 from router.engines import Knowledge
-from router.probing import BODY_BYTES_MAX, FIRST_PAUSES_SECS, LEARN_EVERY, probe_forever
+from router.probing import (
+    BODY_BYTES_MAX,
+    FIRST_PAUSES_SECS,
+    LEARN_EVERY,
+    TURN_SECS,
+    Turns,
+    probe_forever,
+)
 from router.worker import Fleet, Probe, ProbeOutcome, Worker
 from router.workerspec import WorkerSpec
 from statemachines import Edge
@@ -638,3 +645,25 @@ async def test_a_lost_name_fails_the_probe_and_keeps_the_address(
 
 def test_the_first_pauses_only_grow() -> None:
     assert list(FIRST_PAUSES_SECS) == sorted(FIRST_PAUSES_SECS)
+
+
+#### Many that named themselves
+
+
+async def test_thousands_take_turns(autojump_clock: MockClock) -> None:
+    turns, taken = Turns(), list[tuple[int, float]]()
+    began_at = trio.current_time()
+
+    async def take(number: int) -> None:
+        await turns.take()
+        taken.append((number, trio.current_time() - began_at))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1000):
+            nursery.start_soon(take, number)
+        with trio.move_on_after(0):
+            await turns.take()  # leaves no gap behind
+    moments = sorted(at for _, at in taken)
+    assert len(moments) == 1000
+    assert moments[-1] == pytest.approx(999 * TURN_SECS)
+    assert all(b - a >= TURN_SECS * 0.99 for a, b in pairwise(moments))
