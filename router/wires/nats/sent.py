@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from router.errors import Refusal
 from router.wires.line import Answered
 from router.wires.nats.broker import Message
 from router.wires.nats.kept import Kept
+from router.wires.nats.numbering import Numbering, Place
 from router.wires.nats.protocol import (
     DATA,
     DONE,
@@ -26,20 +26,17 @@ from router.wires.nats.protocol import (
     HEARTBEAT,
     HEARTBEAT_LOST_SECONDS,
     SEQ,
-    SERVER_STATUS,
     STATUS,
     STILL,
     TERMINAL,
     TYPE,
     UNREACHABLE,
     answer_headers,
-    is_absent,
     is_drain_notice,
-    is_stored,
     number,
 )
 from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
-from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed
+from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed, refusal_of
 
 if TYPE_CHECKING:
     from router.wires.nats.inbox import Inbox
@@ -56,16 +53,14 @@ class NatsSent:
     """One attempt at one worker. Told by the inbox; `close` cancels it."""
 
     __slots__ = (
-        "_expected",
+        "_frames",
         "_has_begun",
         "_has_head",
         "_held",
-        "_is_numbered",
         "_is_paused",
         "_kept",
         "_leaves_at",
         "_passes",
-        "_sender",
         "_silence",
         "_streams",
         "answered",
@@ -107,11 +102,7 @@ class NatsSent:
         #: The worker is done with it, or was told that nobody wants it.
         self.is_over = False
         self._streams = streams
-        self._expected = 0
-        #: None until a frame has shown whether this peer numbers them.
-        self._is_numbered: bool | None = None
-        #: Whose frames these are: of two agents with one id, who was heard first.
-        self._sender: str | None = None
+        self._frames = Numbering()
         self._has_begun = False
         self._has_head = False
         self._silence = Silence(peer)
@@ -193,7 +184,7 @@ class NatsSent:
         """Messages to us may have been lost: whoever numbers them shows whether any were."""
         if self.is_over or self.answered is None or not self.is_published:
             return
-        if self._is_numbered is False or self.is_cold:
+        if self._frames.is_numbered is False or self.is_cold:
             self.miss(why)
             return
         self._silence.exposed_at = self.inbox.reactor.now
@@ -220,11 +211,11 @@ class NatsSent:
         """One frame."""
         if self.is_over:
             return
-        headers = message.headers
-        is_next = headers.get(SEQ) == str(self._expected) and headers.get(FROM) == self._sender
+        headers, frames = message.headers, self._frames
+        is_next = headers.get(SEQ) == str(frames.expected) and headers.get(FROM) == frames.sender
         kind = headers.get(TYPE, DATA)
-        if is_next and self._is_numbered and kind != STILL:
-            self._expected += 1
+        if is_next and frames.is_numbered and kind != STILL:
+            frames.expected += 1
         elif not self._counts(message):
             return
         self._silence.heard_at = self.inbox.reactor.now
@@ -237,12 +228,13 @@ class NatsSent:
     def take_all(self, messages: Sequence[Message]) -> None:
         """Several frames in a row: pieces of data are told as one."""
         pieces: list[bytes] = []
+        frames = self._frames
         for message in messages:
             headers = message.headers
-            is_plain = self._passes and self._is_numbered and headers.get(TYPE) == DATA
-            is_plain = is_plain and headers.get(FROM) == self._sender
-            if is_plain and headers.get(SEQ) == str(self._expected):
-                self._expected += 1
+            is_plain = self._passes and frames.is_numbered and headers.get(TYPE) == DATA
+            is_plain = is_plain and headers.get(FROM) == frames.sender
+            if is_plain and headers.get(SEQ) == str(frames.expected):
+                frames.expected += 1
                 pieces.append(message.payload)
                 continue
             self._tell_pieces(pieces)
@@ -259,36 +251,16 @@ class NatsSent:
 
     def _counts(self, message: Message) -> bool:
         """Whether this frame is the next one; whatever else it is, is dealt with."""
-        headers = message.headers
-        if SERVER_STATUS in headers and TYPE not in headers:
-            if not self._expected and is_absent(headers):
-                self._meet_absence()
-            return False
-        if is_stored(headers, message.payload):
-            return False
-        if self._expected and headers.get(FROM) != self._sender:
-            return False
-        found = number(headers, SEQ)
-        if found is None and (SEQ in headers or self._is_numbered):
-            self.miss("a frame without its number")
-            return False
-        if found is None:
-            if self._silence.is_exposed:
-                self.miss("frames without numbers, and some may be lost")
-                return False
-            self._is_numbered = self.peer.has_word = False
-        elif found < self._expected:
-            return False  # it came twice
-        elif found > self._expected:
-            self.miss(f"frame {found} came where {self._expected} was due")
-            return False
-        else:
-            self._is_numbered = True
-        if headers.get(TYPE) == STILL:
+        place = self._frames.place(message, is_exposed=self._silence.is_exposed)
+        if place is Place.NEXT:
+            if not self._frames.is_numbered:
+                self.peer.has_word = False
             return True
-        self._sender = headers.get(FROM)
-        self._expected += 1
-        return True
+        if place is Place.NOBODY:
+            self._meet_absence()
+        elif isinstance(place, str):
+            self.miss(place)
+        return False
 
     def _meet_absence(self) -> None:
         if self.inbox.is_settling and self.answered is not None:
@@ -411,12 +383,7 @@ class NatsSent:
         self._last().on_broken(detail, connecting=is_unreachable)
 
     def _tell_refusal(self, status: int) -> None:
-        """The agent itself has refused it. What it says is for the log: it may hold addresses."""
-        message = "The worker does not take this request."
-        if status in (429, 503):
-            body = Refusal("queue_full", message).body()
-        else:
-            body = Refusal("bad_request", message).body()
+        body = refusal_of(status).body()
         assert self.answered is not None
         self.answered.on_head(status, [(b"content-type", b"application/json")])
         if self.answered is not None:

@@ -7,6 +7,7 @@ answer is kept until its status is there. Pure.
 
 from __future__ import annotations
 
+from router.errors import Refusal
 from router.headers import Headers
 
 EVENTS: Headers = [(b"content-type", b"text/event-stream")]
@@ -40,3 +41,11 @@ def headers_of(body: bytes, *, streams: bool) -> Headers:
         return EVENTS
     is_json = body.lstrip()[:1] in (b"{", b"[")
     return [(b"content-type", b"application/json" if is_json else b"text/plain; charset=utf-8")]
+
+
+def refusal_of(status: int) -> Refusal:
+    """What the agent itself has refused, in the router's words: its own may hold addresses."""
+    message = "The worker does not take this request."
+    if status in (429, 503):
+        return Refusal("queue_full", message)
+    return Refusal("bad_request", message)
