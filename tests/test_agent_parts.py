@@ -217,6 +217,10 @@ def test_there_is_a_way_to_every_row() -> None:
     assert set(WAYS) == {words(edge) for edge in HANDBACK.edges}
 
 
+def test_every_end_has_its_last_frame() -> None:
+    assert set(LAST_FRAMES) == set(HANDBACK.final)
+
+
 @pytest.mark.parametrize("row, way", WAYS.items(), ids=["-".join(row) for row in WAYS])
 def test_the_agent_takes_every_row_of_its_chart(row: tuple[str, str, str], way: Way) -> None:
     stage = play(

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from statemachines.chart import Chart
 from statemachines.explore import Model
-from statemachines.handback import HANDBACK, LAST_FRAMES
+from statemachines.handback import HANDBACK
 from statemachines.handback import HandbackState as S
 from statemachines.worlds.standin import fire
 
@@ -142,9 +142,6 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "a drain that ends, a stop and a cancel free the engine": lambda w, word, after: (
         word not in ("window_over", "cancel_came", "stop_came", "overdue", "clogged", "bug")
         or not after.engine_works
-    ),
-    "one last frame, by the state it ended in": lambda w, word, after: (
-        after.state not in HANDBACK.final or after.state in LAST_FRAMES
     ),
 }
 
