@@ -278,7 +278,10 @@ def test_a_watcher_sees_what_its_filters_name(query: str, seen: set[str]) -> Non
 @pytest.mark.parametrize(
     ("query", "reason"),
     [
-        (b"machine=lamp", b"There is no machine lamp, but breaker, handback, leg, request, router, worker."),
+        (
+            b"machine=lamp",
+            b"There is no machine lamp, but breaker, handback, leg, request, router, worker.",
+        ),
         (b"machines=leg", b"Filters are machine, worker and request, not machines."),
     ],
 )
