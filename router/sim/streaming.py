@@ -17,7 +17,7 @@ from router.sim.extras import as_parsed
 from router.sim.faults import Fault, Script
 from router.sim.jobs import DONE
 from router.sim.running import Fate, Running
-from router.sim.wire import Framing, Wire, chunk, compress
+from router.sim.wire import ClientGone, Framing, Wire, chunk, compress
 
 if TYPE_CHECKING:
     from router.sim.engine import SimEngine
@@ -83,7 +83,10 @@ class StreamAnswer:
     async def _comment_every(self, seconds: float) -> None:
         while True:
             await trio.sleep(seconds)
-            await self.wire.send_body(_COMMENT)
+            try:
+                await self.wire.send_body(_COMMENT)
+            except ClientGone:
+                return  # whoever watches the client ends the answer, sooner or later
 
     async def _generate(self) -> None:
         settings, dialect, job = self.engine.settings, self.engine.dialect, self.running.job
