@@ -315,10 +315,9 @@ class App:
         return self._wire.line(worker.id, is_prefill=worker.role == "prefill")
 
     def _make_pool(self, worker: Worker) -> Pool:
-        host = f"[{worker.host}]" if ":" in worker.host else worker.host
         return Pool(
             reactor=self.reactor,
-            authority=f"{host}:{worker.port}".encode(),
+            authority=worker.authority,
             base_path=worker.base_path.encode(),
             addresses=lambda: worker.addresses,
             tls=self._tls_for(worker),

@@ -19,7 +19,17 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.staging import START_SECONDS, Child, SceneFailed, check, say, start, title, wait_until
+from router.staging import (
+    START_SECONDS,
+    Child,
+    SceneFailed,
+    check,
+    perform,
+    say,
+    start,
+    title,
+    wait_until,
+)
 from statemachines import REQUEST
 
 MODEL = "tiny"
@@ -59,15 +69,7 @@ class Stage:
 
 def main() -> int:
     """Run the demo; the exit code."""
-    try:
-        trio.run(_demo)
-    except* SceneFailed as failures:
-        for failure in failures.exceptions:
-            say(f"\n✗ {failure}")
-        code = 1
-    else:
-        code = 0
-    return code
+    return perform(_demo)
 
 
 async def _demo() -> None:

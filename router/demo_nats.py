@@ -23,7 +23,7 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.staging import Child, SceneFailed, check, launch, say, start, title, wait_until
+from router.staging import Child, check, launch, perform, say, start, title, wait_until
 
 MODEL = "tiny"
 WORKERS = 4
@@ -100,15 +100,7 @@ def main() -> int:
     if program is None:
         print(MISSING, file=sys.stderr)
         return 1
-    try:
-        trio.run(_demo, program)
-    except* SceneFailed as failures:
-        for failure in failures.exceptions:
-            say(f"\n✗ {failure}")
-        code = 1
-    else:
-        code = 0
-    return code
+    return perform(_demo, program)
 
 
 def find_server() -> str | None:

@@ -28,6 +28,19 @@ class Child:
     url: str = ""
 
 
+def perform(demo: Callable[..., Awaitable[None]], *args: object) -> int:
+    """Run a demo to its end; the exit code, 1 when a scene has failed."""
+    try:
+        trio.run(demo, *args)
+    except* SceneFailed as failures:
+        for failure in failures.exceptions:
+            say(f"\n✗ {failure}")
+        code = 1
+    else:
+        code = 0
+    return code
+
+
 async def launch(name: str, words: list[str]) -> Child:
     """Start `baton WORDS`; it listens nowhere, so others say when it is there."""
     process = await trio.lowlevel.open_process(

@@ -124,6 +124,12 @@ class Worker:
         return f"<Worker {self.id}: {self.state.value}>"
 
     @property
+    def authority(self) -> bytes:
+        """Host and port as they stand in a Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}".encode()
+
+    @property
     def inflight(self) -> int:
         return len(self.legs)
 

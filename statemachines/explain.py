@@ -13,12 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from statemachines.explore import Model, path_lines
+from statemachines.explore import Model, Path, path_lines, path_to
 
 __all__ = ["Ambiguous", "explain", "explain_all", "explanations"]
 
 W = TypeVar("W", bound=Hashable)
-Path = tuple[tuple[str, Mapping[str, str]], ...]
 
 
 class Ambiguous(Exception):
@@ -199,10 +198,5 @@ class _Walk(Generic[W]):
 
     def path(self, world: W, step: tuple[str, W] | None = None) -> Path:
         """How the world is reached, and one more step if there is one."""
-        path = [] if step is None else [(step[0], self.model.show(step[1]))]
-        at: W | None = world
-        while at is not None:
-            parent = self.parents[at]
-            path.append((parent[1] if parent else "", self.model.show(at)))
-            at = parent[0] if parent else None
-        return tuple(reversed(path))
+        path = path_to(self.model, self.parents, world)
+        return path if step is None else (*path, (step[0], self.model.show(step[1])))

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from attrs import field, frozen
 
-__all__ = ["Broken", "Found", "Model", "explore", "path_lines"]
+__all__ = ["Broken", "Found", "Model", "Path", "explore", "path_lines", "path_to"]
 
 W = TypeVar("W", bound=Hashable)
 
@@ -23,6 +23,8 @@ WORLDS_MAX = 200_000
 #: So many worlds are looked at between two reports of progress.
 PROGRESS_EVERY = 1_000
 
+#: Steps and what is shown of the worlds they lead to; the first step has no name.
+Path = tuple[tuple[str, Mapping[str, str]], ...]
 #: Told how many worlds have been looked at, and how many of the known ones have not.
 Progress = Callable[[int, int], None]
 
@@ -61,7 +63,7 @@ class Broken:
 
     promise: str
     #: What happened, and the printed columns after it; the first entry is the start.
-    path: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    path: Path = ()
     note: str = ""
 
     def __str__(self) -> str:
@@ -151,14 +153,19 @@ class _Walk(Generic[W]):
         if (returning := _on_a_cycle(self.onward)) is not None:
             yield Broken(CYCLE, self._path(returning), note="the last world below comes back")
 
-    def _path(self, world: W) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        path: list[tuple[str, Mapping[str, str]]] = []
-        at: W | None = world
-        while at is not None:
-            parent = self.parents[at]
-            path.append((parent[1] if parent else "", self.model.show(at)))
-            at = parent[0] if parent else None
-        return tuple(reversed(path))
+    def _path(self, world: W) -> Path:
+        return path_to(self.model, self.parents, world)
+
+
+def path_to(model: Model[W], parents: Mapping[W, tuple[W, str] | None], world: W) -> Path:
+    """The steps that lead to a world, and what is shown of each world on the way."""
+    path: list[tuple[str, Mapping[str, str]]] = []
+    at: W | None = world
+    while at is not None:
+        parent = parents[at]
+        path.append((parent[1] if parent else "", model.show(at)))
+        at = parent[0] if parent else None
+    return tuple(reversed(path))
 
 
 def _on_a_cycle(onward: Mapping[W, list[W]]) -> W | None:

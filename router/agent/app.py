@@ -258,11 +258,10 @@ class Agent:
         _log.error("internal_error", place="reactor", exc_info=error)
 
     def _make_pool(self, worker: Worker) -> Pool:
-        host = f"[{worker.host}]" if ":" in worker.host else worker.host
         is_tls = worker.scheme == "https"
         return Pool(
             reactor=self.reactor,
-            authority=f"{host}:{worker.port}".encode(),
+            authority=worker.authority,
             base_path=worker.base_path.encode(),
             addresses=lambda: worker.addresses,
             tls=TlsTarget(ssl.create_default_context(), worker.host) if is_tls else None,

@@ -199,20 +199,12 @@ class WorkQueue(Protocol):
         """
 
 
-class Broker(Protocol):
-    """One connection to the broker, kept up for ever: lost, it is tried again every second."""
+class Core(Protocol):
+    """Core NATS over one connection."""
 
     @property
     def is_connected(self) -> bool:
         """Between two calls of `on_state`, what the last one told."""
-
-    @property
-    def trouble(self) -> str:
-        """Why there is no connection, for people; empty where that is not known, or there is."""
-
-    @property
-    def max_payload(self) -> int:
-        """Bytes a message may have, headers included, as the server says."""
 
     @property
     def on_state(self) -> list[Callable[[bool], None]]:
@@ -241,6 +233,18 @@ class Broker(Protocol):
 
         One call of `on_messages` a wake-up, in the order in which they came.
         """
+
+
+class Broker(Core, Protocol):
+    """One connection to the broker, kept up for ever: lost, it is tried again every second."""
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, for people; empty where that is not known, or there is."""
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes a message may have, headers included, as the server says."""
 
     async def flush(self, seconds: float) -> bool:
         """Wait until all that was published and subscribed has reached the server; False if not."""

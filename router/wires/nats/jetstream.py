@@ -22,11 +22,11 @@ from router.wires.nats.broker import (
     STATUS,
     BrokerAway,
     BrokerError,
+    Core,
     Message,
     OnLost,
     OnMessages,
     QueueFull,
-    Subscription,
 )
 from router.wires.nats.protocol import UNREADABLE
 
@@ -45,27 +45,12 @@ _NOT_FOUND = frozenset({10014, 10059})
 _PULL_ENDED = frozenset({"404", "408"})
 
 
-class Core(Protocol):
+class Connections(Core, Protocol):
     """What is needed of the connection."""
 
     @property
-    def is_connected(self) -> bool: ...
-    @property
-    def connections(self) -> int: ...
-    @property
-    def on_state(self) -> list[Callable[[bool], None]]: ...
-    def new_inbox(self) -> str: ...
-    def publish(
-        self,
-        subject: str,
-        payload: bytes,
-        *,
-        reply: str = "",
-        headers: Mapping[str, str] | None = None,
-    ) -> None: ...
-    def subscribe(
-        self, subject: str, on_messages: OnMessages, *, on_lost: OnLost
-    ) -> Subscription: ...
+    def connections(self) -> int:
+        """How many there were; what was made on an earlier one may be gone."""
 
 
 class ApiError(BrokerError):
@@ -112,7 +97,7 @@ class _Asked:
 class Api:
     """Requests, and the tasks of what follows."""
 
-    core: Core
+    core: Connections
     _nursery: trio.Nursery | None = None
     _early: list[Callable[[], Awaitable[None]]] = field(factory=list)
     _inbox: str = ""
