@@ -341,3 +341,9 @@ def leaving() -> Refusal:
 def crowded() -> Refusal:
     """A worker's queue holds all that it may."""
     return Refusal("queue_full", "Too many requests wait at the worker.", retry_after=1)
+
+
+def too_large(limit: int) -> Refusal:
+    """More than the wire takes, in bytes."""
+    message = f"The message broker carries at most {limit} bytes, and the request is larger."
+    return Refusal("body_too_large", message)

@@ -20,6 +20,7 @@ from router.answering import (
     broken,
     crowded,
     leaving,
+    too_large,
     unreachable,
 )
 from router.calls import Call
@@ -166,8 +167,7 @@ class Exchange:
         if moving is not None and moving.can_rephrase:
             self.refuse_unfaithful(leg)
             return
-        message = f"The message broker carries at most {limit} bytes, and the request is larger."
-        failure = Failure(Refusal("body_too_large", message))
+        failure = Failure(too_large(limit))
         if self.ticket.state is S.DISPATCHING and not self.observer.has_other_way(self):
             self.lose(leg, "let_go", "rejected", failure)
             return

@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 import trio
 
+from router.answering import too_large
 from router.clocks import ERROR_BODY_SECONDS
 from router.errors import Refusal
 from router.headers import Headers
@@ -197,11 +198,9 @@ class Prefill:
         self._conclude(Verdict("backpressure", "backpressure", Failure(refusal)))
 
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
-        message = f"The message broker carries at most {limit} bytes, and the request is larger."
-        refusal = Refusal("body_too_large", message)
         leg.let_go("aborted")
         self._waker.wake()
-        self._tell(Verdict("rejected", "rejected", Failure(refusal)))
+        self._tell(Verdict("rejected", "rejected", Failure(too_large(limit))))
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         if self._held is not None:
