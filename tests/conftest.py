@@ -1,15 +1,19 @@
 """How many examples hypothesis draws: few while working, more and always the same in CI.
 
-And a clean log for every test: an application under test sets up the process's.
+For every test a clean log, since an application under test sets up the process's, and Trio's
+scheduler with a seed of its own: whom it lets go first is then the same whenever the test runs.
+`--seed N` draws another order for all of them.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
 import structlog
+import trio
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", max_examples=50, deadline=None)
@@ -22,6 +26,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="of the order in which Trio's tasks run")
+
+
+@pytest.fixture(autouse=True)
+def _own_order(request: pytest.FixtureRequest) -> None:
+    name = f"{request.config.getoption('--seed')} {request.node.nodeid}"
+    trio._core._run._r.seed(zlib.crc32(name.encode()))
 
 
 @pytest.fixture(autouse=True)
