@@ -13,13 +13,10 @@ from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers
 from router.legs import Leg
-from router.openai import judge_answer
+from router.openai import BUSY, judge_answer
 from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
 from router.unpacking import NotPacked, unpacker_of
-
-#: Statuses of a worker that has no room now.
-_BUSY = frozenset({429, 503})
 
 
 class RouteView(Protocol):
@@ -181,7 +178,7 @@ class StreamAnswering:
             answer = Answer(status, [(b"content-type", b"application/json")], body)
             failure = Failure(broken(), answer=answer)
         fact = "leg_lied" if relay.released else "overloaded"
-        if status in _BUSY:
+        if status in BUSY:
             self._exchange.lose(self._leg, "backpressure", fact, failure)
         elif status < 500:
             self._exchange.lose(self._leg, "rejected", "rejected", failure)
@@ -241,7 +238,7 @@ class WholeAnswering:
         failure = Failure(broken(), answer=answer)
         if answer.status < 400:
             self._exchange.lose(self._leg, "erred", "overloaded", Failure(redirected()))
-        elif answer.status in _BUSY:
+        elif answer.status in BUSY:
             self._exchange.lose(self._leg, "backpressure", "overloaded", failure)
         elif answer.status < 500:
             self._exchange.lose(self._leg, "rejected", "rejected", failure)

@@ -20,6 +20,8 @@ from router.sse import data_of
 #: Finish reasons by which an engine says that it gave up: vLLM sends `abort` on shutdown and
 #: documents `error` as an internal failure; SGLang sends `abort` for /abort_request.
 LYING_FINISHES = frozenset({"abort", "error"})
+#: Statuses of a worker that has no room now.
+BUSY = frozenset({429, 503})
 
 
 class Asked(msgspec.Struct):

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from router.errors import Refusal, nest_error
 from router.headers import Headers, find
-from router.openai import Judge, Sign
+from router.openai import BUSY, Judge, Sign
 from router.pd.shaping import handoff_of
 from router.sse import EventReader, EventTooLarge, data_of
 from router.ticket import Answer, Failure
@@ -26,7 +26,6 @@ KEPT_BYTES_MAX = 16 * 1024 * 1024
 EVENT_BYTES_MAX = 1024 * 1024
 #: Whether a prefill's answer has to hold what decode takes over.
 Handoff = Literal["none", "optional", "required"]
-_BUSY = frozenset({429, 503})
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _JSON: Headers = [(b"content-type", b"application/json")]
 
@@ -99,7 +98,7 @@ EMPTY = Verdict("lied", "empty", prefill_failed())
 def _judged(answer: Answer, reason: str) -> Verdict:
     """The verdict of an error, by its status: a 4xx, 429 and 503 are the client's as they are."""
     status = answer.status
-    if status in _BUSY:
+    if status in BUSY:
         return Verdict("backpressure", "backpressure", prefill_failed(answer))
     if 400 <= status < 500:
         return Verdict("rejected", "rejected", prefill_failed(answer))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from router.errors import Refusal
 from router.headers import Headers
+from router.openai import BUSY
 
 EVENTS: Headers = [(b"content-type", b"text/event-stream")]
 _FIELDS = (b"data", b"event", b"id", b"retry")
@@ -46,6 +47,6 @@ def headers_of(body: bytes, *, streams: bool) -> Headers:
 def refusal_of(status: int) -> Refusal:
     """What the agent itself has refused, in the router's words: its own may hold addresses."""
     message = "The worker does not take this request."
-    if status in (429, 503):
+    if status in BUSY:
         return Refusal("queue_full", message)
     return Refusal("bad_request", message)
