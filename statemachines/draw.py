@@ -21,6 +21,8 @@ __all__ = ["arrows", "dot", "mermaid"]
 #: Fill and line of a state by how many scopes hold it, then of the states nothing leaves.
 DEPTHS = (("#ffffff", "#5b6770"), ("#e3eefb", "#3b6ea5"), ("#fdf0d5", "#b07d1a"))
 FINAL = ("#eceff1", "#37474f")
+#: The ground of a scope's box: its states' colour, paler.
+TINTS = ("#ffffff", "#f6fafe", "#fffaf0")
 #: What was taken, what was not, and where a fact was refused.
 TAKEN, PALE, REFUSED = "#1565c0", "#cfd8dc", "#c62828"
 PLAIN = Paint()
@@ -133,7 +135,8 @@ def _dot_scope(
     for name in direct:
         yield f'subgraph "cluster_{name}" {{'
         yield f'  label="{name}"; labelloc=t; labeljust=l;'
-        yield '  style="rounded"; color="#b0bec5"; margin=14;'
+        depth = sum(chart.scopes[name] <= others for others in chart.scopes.values())
+        yield f'  style="rounded,filled"; color="#b0bec5"; fillcolor="{TINTS[depth]}"; margin=14;'
         yield from _indent(_dot_scope(chart, name, smaller, paint))
         yield "}"
 
