@@ -30,6 +30,7 @@ from router.wires.nats.broker import (
     Change,
     ChangeKind,
     Message,
+    NoConsumer,
     OnChanges,
     OnJobs,
     OnLost,
@@ -679,7 +680,7 @@ class MemoryWorkQueue:
         stream = self.found()
         consumer = stream.durables.get(durable)
         if consumer is None:
-            raise BrokerError(f"no consumer {durable}")
+            raise NoConsumer(f"no consumer {durable}")
         ours = [s for s in stream.stored.values() if matches(consumer.subject, s.message.subject)]
         waiting = sum(1 for each in ours if each.sequence not in consumer.handed)
         return Backlog(waiting, len(consumer.handed))

@@ -41,6 +41,10 @@ class BrokerError(Exception):
     """The broker answered that it cannot, or did not answer in time."""
 
 
+class NoConsumer(BrokerError):
+    """Nobody has made this consumer of a work queue, or it was deleted."""
+
+
 class QueueFull(BrokerError):
     """A work queue holds all the messages it may; this one was not accepted."""
 
@@ -184,7 +188,7 @@ class WorkQueue(Protocol):
         """
 
     async def backlog(self, durable: str) -> Backlog:
-        """What waits there. Raises BrokerAway, BrokerError (no such consumer)."""
+        """What waits there. Raises NoConsumer, BrokerAway, BrokerError."""
 
     async def last_number(self) -> int:
         """Of what was stored last, by whoever and for whomever; 0 where nothing ever was.

@@ -146,17 +146,22 @@ class NatsSent:
             self._leaves_at = self.inbox.reactor.now + LINGER_SECONDS
             self._arm(self._leaves_at)
 
-    # What becomes of the request before any frame
+    # What becomes of the request before any frame: it was not sent, or has not arrived
 
     def meet_full_queue(self) -> None:
-        """It was not sent: there is no room for it."""
+        """There is no room for it."""
         if self._finish() is not None:
             answered = self._last()
             answered.on_connected()
             answered.on_full()
 
+    def meet_nobody(self) -> None:
+        """Its worker is not there."""
+        if self._finish() is not None:
+            self._last().on_broken(ABSENT, connecting=True)
+
     def meet_limit(self, limit: int) -> None:
-        """It was not sent: the server would close the connection for a message of this size."""
+        """The server would close the connection for a message of this size."""
         if self._finish() is not None:
             answered = self._last()
             answered.on_connected()
@@ -169,10 +174,7 @@ class NatsSent:
         answered = self._last()
         if self.is_published and not self.is_cold:
             self.inbox.missed()
-        if not self.is_over:
-            self._finish()
-            if self.is_published:
-                self.inbox.cancels.add(self.cancel_subject, self.reply)
+        self.close()
         answered.on_missed(detail)
 
     def lose_worker(self, why: str) -> None:
@@ -270,8 +272,7 @@ class NatsSent:
                 return
             if self.inbox.sends_again(self):
                 return
-        if self._finish() is not None:
-            self._last().on_broken(ABSENT, connecting=True)
+        self.meet_nobody()
         if self.is_cold:
             self.inbox.lose_worker(self.cancel_subject, ABSENT)
 
@@ -429,12 +430,10 @@ class NatsSent:
 
     def _look_at_silence(self, now: float) -> float | None:
         found = self._silence.look(now, self.inbox.is_connected)
-        if found is Verdict.GONE:
-            self._fail(found.value)
-        elif found is Verdict.MISSED:
-            self.miss(found.value)
-        else:
+        if not isinstance(found, Verdict):
             return found
+        tell = self._fail if found is Verdict.GONE else self.miss
+        tell(found.value)
         return None
 
     def _watch(self) -> None:
