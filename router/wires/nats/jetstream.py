@@ -25,6 +25,7 @@ from router.wires.nats.broker import (
     BrokerError,
     Core,
     Message,
+    NoJetStream,
     OnLost,
     OnMessages,
     QueueFull,
@@ -104,6 +105,8 @@ class Api:
     """Requests, and the tasks of what follows."""
 
     core: Connections
+    #: What the server has shown when it was last asked.
+    has_jetstream: bool | None = None
     _nursery: trio.Nursery | None = None
     _early: list[Callable[[], Awaitable[None]]] = field(factory=list)
     _inbox: str = ""
@@ -175,7 +178,9 @@ class Api:
         payload = b"" if body is None else msgspec.json.encode(body)
         message = await self.ask(f"$JS.API.{operation}", payload)
         if message.is_no_responders:
-            raise BrokerError("the broker has no JetStream")
+            self.has_jetstream = False
+            raise NoJetStream
+        self.has_jetstream = True
         return _checked(message)
 
     def forget_consumer(self, stream: str, consumer: str) -> None:
