@@ -30,6 +30,8 @@ from router.wires.nats.broker import (
     Change,
     ChangeKind,
     Message,
+    NoConsumer,
+    NoJetStream,
     OnChanges,
     OnJobs,
     OnLost,
@@ -108,6 +110,8 @@ class MemoryServer:
         self.brokers: list[MemoryBroker] = []
         self.streams: dict[str, Stream] = {}
         self.buckets: dict[str, Entries] = {}
+        #: A server that was started without: what is kept is refused.
+        self.has_jetstream = True
         #: Everything that was ever published, for a test to look at.
         self.published: list[Message] = []
         self.names = count(1)
@@ -448,12 +452,18 @@ class MemoryBroker:
     ) -> MemoryWorkQueue:
         return MemoryWorkQueue(self, stream, tuple(subjects), max_messages, max_age_seconds)
 
+    @property
+    def has_jetstream(self) -> bool | None:
+        return self.server.has_jetstream
+
     async def ask(self) -> None:
         """What a round trip to the server is: it may hang, or break."""
         self.need_connection()
         if not await self.settle(5.0):
             raise BrokerError("no answer in time")
         self.need_connection()
+        if not self.server.has_jetstream:
+            raise NoJetStream
 
 
 @define(eq=False)
@@ -493,6 +503,8 @@ class MemoryWatch:
 
     def begin(self) -> None:
         """Tell all that is present."""
+        if not self.broker.server.has_jetstream:
+            return
         entries = self.broker.server.buckets.setdefault(self.bucket, Entries(self.ttl_seconds))
         self.waiting.clear()
         for key, (value, _) in entries.values.items():
@@ -679,7 +691,7 @@ class MemoryWorkQueue:
         stream = self.found()
         consumer = stream.durables.get(durable)
         if consumer is None:
-            raise BrokerError(f"no consumer {durable}")
+            raise NoConsumer(f"no consumer {durable}")
         ours = [s for s in stream.stored.values() if matches(consumer.subject, s.message.subject)]
         waiting = sum(1 for each in ours if each.sequence not in consumer.handed)
         return Backlog(waiting, len(consumer.handed))

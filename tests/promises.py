@@ -133,7 +133,7 @@ def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
     assert isinstance(retries, int)
     assert isinstance(moves, int)
     facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
-    given_back = sum(fact == "handed_back" for _, fact, _ in facts)
+    given_back = sum(fact in ("handed_back", "passed_over") for _, fact, _ in facts)
     begun = sum(source is RequestState.QUEUED for source, fact, _ in facts if fact == "admitted")
     assert begun <= 1 + retries + given_back, f"{ticket.id} began {begun} times"
     resumed = ticket.attempts - begun

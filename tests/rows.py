@@ -317,6 +317,25 @@ def of_breakers() -> Iterator[Plan]:
     )
 
 
+def behind_nats() -> Iterator[Plan]:
+    """A worker that is not there, for a request and for a move."""
+    there = Engine(wire="nats")
+    gone = ((1.5, "leave 1"),)
+    yield Plan(
+        engines=(there, there),
+        clients=(Client(at=2.0), Client(at=2.1)),
+        happenings=gone,
+        settings=MOVE,
+    )
+    cut = Engine(wire="nats", faults="cut,after_events=20")
+    yield Plan(
+        engines=(cut, there, there),
+        clients=(Client(tokens=40),),
+        happenings=gone,
+        settings=MOVE,
+    )
+
+
 def of_the_router() -> Iterator[Plan]:
     yield Plan()
     for window in (1.0, 100.0):
@@ -332,4 +351,5 @@ def plans() -> Iterator[Plan]:
     for of in (broken, broken_again, ended_from_outside, of_requests, of_pairs, of_workers):
         yield from of()
     yield from of_breakers()
+    yield from behind_nats()
     yield from of_the_router()

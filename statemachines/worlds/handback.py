@@ -21,7 +21,7 @@ FRAMES = 2
 #: What may go wrong once the engine has the request.
 ENGINE_ENDS = ("broke", "stalled")
 #: What may come at any moment.
-ANY_MOMENT = ("cancel_came", "overdue", "stop_came", "bug")
+ANY_MOMENT = ("cancel_came", "unheard", "overdue", "stop_came", "bug")
 
 
 @frozen(cache_hash=True)
@@ -139,9 +139,10 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
 }  # fmt: skip
 
 BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
-    "a drain that ends, a stop and a cancel free the engine": lambda w, word, after: (
-        word not in ("window_over", "cancel_came", "stop_came", "overdue", "clogged", "bug")
-        or not after.engine_works
+    "a drain that ends, a stop, a cancel and a router that is gone free the engine": (
+        lambda w, word, after: (
+            word not in ("window_over", *ANY_MOMENT, "clogged") or not after.engine_works
+        )
     ),
 }
 

@@ -125,6 +125,8 @@ class _Life:
             yield from self.answers(world)
         if world.leg is L.STREAMING:
             yield from self.streams(world)
+        if world.leg in (L.CONNECTING, L.WAITING) and world.state in (S.DISPATCHING, S.RESUMING):
+            yield "passed over", self.told(world, "passed_over")
         yield "bug in the leg", self.leg_told(world, "bug")
 
     def answers(self, world: World) -> Iterator[tuple[str, World]]:
@@ -188,7 +190,7 @@ class _Life:
 def _spent(world: World, fact: str, target: Enum) -> World:
     """Budgets and ghosts after the request went from `world.state` to `target`."""
     retries, moves, forms = world.retries, world.moves, world.forms
-    if target is S.QUEUED and fact != "handed_back":
+    if target is S.QUEUED and fact not in ("handed_back", "passed_over"):
         retries -= 1
     # A move is spent when it succeeds, not when it is tried.
     moved = world.state is S.RESUMING and target in (S.STREAMING, S.POISONED, S.FINISHED)
@@ -252,6 +254,10 @@ def _leg_end(world: World, after: World) -> LegState | None:
     return after.leg if ended and isinstance(after.leg, L) else None
 
 
+def _budgets(world: World) -> tuple[int, int, int]:
+    return world.retries, world.moves, world.forms
+
+
 ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "no leg outlives its attempt": lambda w: w.state in ATTEMPT or not w.leg_is_open,
     "an attempt has a leg that is open or ended well": lambda w: (
@@ -293,6 +299,10 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "a hand-back before the head is never an error": lambda w, word, after: (
         not (w.state is S.DISPATCHING and word == "handed_back") or after.state is S.QUEUED
     ),
+    "who never got it costs nothing": lambda w, word, after: (
+        word != "passed over"
+        or (after.state in (S.QUEUED, S.MIGRATING) and _budgets(w) == _budgets(after))
+    ),
     "with moves left, a loss after the head fails nothing": lambda w, word, after: (
         not (w.state in (S.COMMITTED, S.STREAMING, S.RESUMING) and word in LOSSES)
         or not w.can_migrate
@@ -309,7 +319,7 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         after.state is not S.MIGRATING
         or w.state is S.MIGRATING
         or w.can_migrate
-        or word in ("handed_back", "rejected")
+        or word in ("handed_back", "rejected", "passed over")
     ),
     "content that came flows on": lambda w, word, after: (
         not word.startswith("first content") or after.state in (S.STREAMING, S.POISONED)
