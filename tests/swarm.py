@@ -209,7 +209,7 @@ class _Drawing:
             schedule=luck.randrange(1000),
             begin=2.0,
             # What a prefill has to itself, and what its engine takes to notice.
-            rest=30.0 if "pairs" in has else 12.0 if "nats" in has else None,
+            rest=45.0 if "pairs" in has else 12.0 if "nats" in has else None,
         )
 
     def one_in(self, number: int) -> bool:

@@ -440,6 +440,7 @@ class Pool:
 
     def close(self) -> None:
         """Close the connections that nobody uses; busy ones belong to their requests."""
+        self.keep_alive_seconds = 0.0  # and those are not kept
         for channel in list(self.leaving):
             channel.close()
         while self.idle:
