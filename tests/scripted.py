@@ -9,6 +9,7 @@ comes is now.
 from __future__ import annotations
 
 import h11
+import msgspec
 import trio
 from attrs import define
 
@@ -24,8 +25,18 @@ STREAM_HEAD = head(
     0.0,
 )
 #: Its steps: only the head; one more event; all the others and a clean end; the connection closed;
-#: an error as the answer.
+#: an error as the answer; and the events of `ODD`.
 STEPS = ("head", "event", "rest", "cut", "error")
+
+
+def chat(*choices: dict[str, object]) -> bytes:
+    """One event of a chat."""
+    body = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
+    return msgspec.json.encode(body | {"choices": choices})
+
+
+#: Events that no simulated engine has: two choices with nothing in them.
+ODD = {"two": chat({"index": 0, "delta": {}}, {"index": 1, "delta": {}})}
 
 
 @define(eq=False)
@@ -41,32 +52,35 @@ class ScriptedEngine:
     async def serve_connection(self, stream: MemoryStream) -> None:
         """Serve HTTP/1.1 until either side ends it."""
         try:
-            while (request := await self._read(stream)) is not None:
-                if request.method == b"GET":
-                    await self._answer_probe(stream, request)
-                else:
+            while (found := await self._read(stream)) is not None:
+                if b"completions" in found[0].target:
                     await self._play(stream)
+                else:
+                    await self._answer_probe(stream, *found)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
             pass
         finally:
             stream.close()
 
-    async def _read(self, stream: MemoryStream) -> h11.Request | None:
-        connection, request = h11.Connection(h11.SERVER), None
+    async def _read(self, stream: MemoryStream) -> tuple[h11.Request, bytes] | None:
+        connection, request, body = h11.Connection(h11.SERVER), None, b""
         while True:
             event = connection.next_event()
             if event is h11.NEED_DATA:
                 connection.receive_data(await stream.receive_some(READ_BYTES))
             elif isinstance(event, h11.Request):
                 request = event
+            elif isinstance(event, h11.Data):
+                body += event.data
             elif isinstance(event, h11.EndOfMessage):
-                return request
+                assert request is not None
+                return request, body
             elif isinstance(event, h11.ConnectionClosed):
                 return None
 
-    async def _answer_probe(self, stream: MemoryStream, request: h11.Request) -> None:
-        path = request.target.decode()
-        reply = self.twin.dialect.fixed("GET", path, b"", self.twin.situation())
+    async def _answer_probe(self, stream: MemoryStream, request: h11.Request, body: bytes) -> None:
+        method, path = request.method.decode(), request.target.decode()
+        reply = self.twin.dialect.fixed(method, path, body, self.twin.situation())
         lines = [("content-type", "application/json"), ("content-length", str(len(reply.body)))]
         await stream.send_all(head(reply.status, lines, 0.0) + reply.body)
 
@@ -90,7 +104,12 @@ class ScriptedEngine:
                 lines = [("content-length", str(len(error.body)))]
                 await stream.send_all(head(500, lines, 0.0) + error.body)
                 return
-            said, events = (events, []) if name == "rest" else (events[:1], events[1:])
+            if name == "rest":
+                said, events = events, []
+            elif name in ODD:
+                said = [b"data: " + ODD[name] + b"\n\n"]
+            else:
+                said, events = events[:1], events[1:]
             body = b"" if name == "head" else b"".join(map(chunk, said))
             end = b"0\r\n\r\n" if name == "rest" else b""
             await stream.send_all((b"" if is_begun else STREAM_HEAD) + body + end)

@@ -363,14 +363,15 @@ def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitabl
 
 async def _happen(run: Run, moment: float, what: str) -> None:
     """One of: drain N [SECONDS], undrain N, remove N, add N, faults N TEXT, heal N, silent N, stop,
-    replace N M, crash; of NATS: die N, leave N, down, forget, up, cut, mend, cut_off N,
-    rejoin N, stall, go_on, lose AFTER [told], twice AFTER, late AFTER SECONDS.
+    replace N M, crash; of NATS: die N, leave N, give_back N, down, forget, up, cut, mend,
+    cut_off N, rejoin N, stall, go_on, lose AFTER [told], twice AFTER, late AFTER SECONDS.
 
     A drain with seconds has a window, after which streams that can move are moved. `replace`: the
     engine M answers at the address of N, too. `die`, `leave`: the agent of N is killed, or its
-    drain window ends. `cut`, `mend`: the router's connection to the broker; `cut_off N`,
-    `rejoin N`: the one of an agent. `lose`, `twice`, `late`: one message to the router, after so
-    many others. `crash`: a bug is met in every request. Who is not in the fleet is passed over.
+    drain window ends; `give_back`: one that hands back what cannot move, too. `cut`, `mend`: the
+    router's connection to the broker; `cut_off N`, `rejoin N`: the one of an agent. `lose`,
+    `twice`, `late`: one message to the router, after so many others. `crash`: a bug is met in
+    every request. Who is not in the fleet is passed over.
     """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
@@ -392,6 +393,7 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         "silent": lambda: run.network.silent.add((HOST, 9000 + place)),
         "die": lambda: run.agent_of(place).die(),
         "leave": lambda: run.agent_of(place).drain(),
+        "give_back": lambda: run.peers[place].give_back(),
         "down": run.server.down,
         "forget": lambda: run.server.down(forgets=True),
         "up": run.server.up,
