@@ -36,23 +36,27 @@ def watch_passes(app: App) -> None:
     And time goes on: what needs no end of passes at one moment would burn a core for nothing.
     """
     attempt = REQUEST.scopes["attempt"]
-    turn = app.reactor.turn
-    passes: Counter[float] = Counter()
+    turn, reactor, live = app.reactor.turn, app.reactor, app.serving.live
+    moment, passes = -1.0, 0
 
     def checked_turn(seconds: float = 0.0) -> None:
+        nonlocal moment, passes
         turn(seconds)
-        passes[app.reactor.now] += 1
-        assert passes[app.reactor.now] < PASSES_MAX, f"no end of passes at {app.reactor.now}"
-        for ticket, exchange in app.serving.live.items():
+        if reactor.now != moment:
+            moment, passes = reactor.now, 0
+        passes += 1
+        assert passes < PASSES_MAX, f"no end of passes at {moment}"
+        attempts = 0
+        for ticket, exchange in live.items():
             leg = exchange.leg
             if leg is None and exchange.pair is not None:
                 leg = exchange.pair.awaited
             has_leg = leg is not None and leg.is_open
             assert has_leg == (ticket.state in attempt), (ticket.state, leg)
+            attempts += has_leg
         # A prefill may outlive its request.
-        loads = sum(worker.inflight for worker in app.fleet.all() if worker.role != "prefill")
-        legs = sum(ticket.state in attempt for ticket in app.serving.live)
-        assert loads <= legs, f"{loads} legs on workers, {legs} attempts"
+        loads = sum(len(worker.legs) for worker in app.fleet.all() if worker.role != "prefill")
+        assert loads <= attempts, f"{loads} legs on workers, {attempts} attempts"
 
     app.reactor.turn = checked_turn  # type: ignore[method-assign]
 

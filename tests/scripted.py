@@ -8,6 +8,8 @@ comes is now.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import h11
 import msgspec
 import trio
@@ -16,7 +18,6 @@ from attrs import define
 from router.sim.engine import SimEngine
 from router.sim.wire import chunk, head
 from tests.memory import MemoryStream
-from tests.outcome import Got
 
 READ_BYTES = 65536
 STREAM_HEAD = head(
@@ -46,15 +47,16 @@ class ScriptedEngine:
     twin: SimEngine
     script: str
     begin: float
-    #: The answer to be given, found out before the run.
-    answer: Got
+    #: What a healthy engine says to a path and a body: the data of its events.
+    ask: Callable[[str, bytes], Awaitable[list[bytes]]]
 
     async def serve_connection(self, stream: MemoryStream) -> None:
         """Serve HTTP/1.1 until either side ends it."""
         try:
             while (found := await self._read(stream)) is not None:
                 if b"completions" in found[0].target:
-                    await self._play(stream)
+                    events = await self.ask(found[0].target.decode(), found[1])
+                    await self._play(stream, events)
                 else:
                     await self._answer_probe(stream, *found)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
@@ -84,14 +86,14 @@ class ScriptedEngine:
         lines = [("content-type", "application/json"), ("content-length", str(len(reply.body)))]
         await stream.send_all(head(reply.status, lines, 0.0) + reply.body)
 
-    async def _play(self, stream: MemoryStream) -> None:
+    async def _play(self, stream: MemoryStream, answer: list[bytes]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
-            await self._play_steps(stream)
+            await self._play_steps(stream, answer)
             nursery.cancel_scope.cancel(reason="answered")
 
-    async def _play_steps(self, stream: MemoryStream) -> None:
-        events = [b"data: " + data + b"\n\n" for data in self.answer.events]
+    async def _play_steps(self, stream: MemoryStream, answer: list[bytes]) -> None:
+        events = [b"data: " + data + b"\n\n" for data in answer]
         is_begun = False
         for step in self.script.split(","):
             name, _, moment = step.partition("@")

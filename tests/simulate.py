@@ -281,6 +281,9 @@ def _sim_settings(engine: Engine, name: str, kv_port: int = 0) -> SimSettings:
     )
 
 
+_JSON = (("content-type", "application/json"),)
+
+
 async def _start_engine(
     network: MemoryNetwork, neighbours: Neighbours, number: int, engine: Engine, plan: Plan
 ) -> SimEngine:
@@ -292,8 +295,12 @@ async def _start_engine(
         network.engines[HOST, 9000 + number] = _with_header(sim, engine.header)
     if engine.script:
         healthy = attrs.evolve(engine, script="", token_seconds=0.0, first_token_seconds=0.0)
-        answer = await _ask_directly(healthy, plan.clients[0])
-        scripted = ScriptedEngine(sim, engine.script, plan.begin, answer)
+
+        async def ask(path: str, body: bytes) -> list[bytes]:
+            asked = Client(path=path, raw_body=body, headers=_JSON)
+            return (await _ask_directly(healthy, asked)).events
+
+        scripted = ScriptedEngine(sim, engine.script, plan.begin, ask)
         network.engines[HOST, 9000 + number] = scripted.serve_connection
     return sim
 
