@@ -439,12 +439,12 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Close the connections that nobody uses; busy ones belong to their requests."""
+        """Close the connections that nobody uses; busy ones close after their requests."""
+        self.keep_alive_seconds = 0.0
         for channel in list(self.leaving):
             channel.close()
         while self.idle:
-            channel = self.idle.pop()
-            channel.idle_since = None
+            (channel := self.idle.pop()).idle_since = None
             channel.close()
 
     def _take_idle(self) -> WorkerChannel | None:
