@@ -25,7 +25,7 @@ def test_one_request_keeps_its_promises() -> None:
     found = explore(worlds.life())
 
     assert not found.broken, found.broken[0]
-    assert (found.worlds, found.steps) == (892, 3850)
+    assert (found.worlds, found.steps) == (2058, 8134)
 
 
 def test_one_request_on_pairs_keeps_its_promises() -> None:
@@ -39,7 +39,7 @@ def test_a_breaker_keeps_its_promises() -> None:
     found = explore(worlds.breaker())
 
     assert not found.broken, found.broken[0]
-    assert (found.worlds, found.steps) == (131, 520)
+    assert (found.worlds, found.steps) == (273, 1401)
 
 
 def test_a_worker_keeps_its_promises() -> None:
@@ -53,7 +53,7 @@ def test_the_router_keeps_its_promises() -> None:
     found = explore(worlds.router())
 
     assert not found.broken, found.broken[0]
-    assert (found.worlds, found.steps) == (41, 45)
+    assert (found.worlds, found.steps) == (55, 61)
 
 
 def test_a_request_at_the_agent_keeps_its_promises() -> None:
