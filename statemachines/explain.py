@@ -6,12 +6,13 @@ break it; a promise without such a world promises nothing. What *eventually* com
 where it does so as far from the start as it can; that things end, by the furthest end.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import attrs
+from attrs import frozen
 
 from statemachines.eventually import Due, evasion, last_to_come
 from statemachines.explore import Model, Path, path_lines, path_on
@@ -100,10 +101,10 @@ def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]
     starts = walk.graph.starts
     for number in (*range(len(starts), len(walk.worlds)), *starts):
         world = walk.worlds[number]
-        for name, value, changed in walk.neighbours(world):
+        for change, changed in walk.neighbours(world):
             if _breaks(holds, changed):
                 path = walk.path(number)
-                return f"Put to the test after {_steps(path)}; {_if_only(world, name, value)}", path
+                return f"Put to the test after {_steps(path)}; {change}", path
     return NEVER, ()
 
 
@@ -114,16 +115,14 @@ def _of_between(walk: "_Walk[W]", fits: Callable[[W, str, W], bool]) -> tuple[st
             return f"It does not hold after {_steps(path)}:", path
     for number, word, after in walk.steps():
         world = walk.worlds[number]
-        for name, value, changed in walk.neighbours(after):
+        for change, changed in walk.neighbours(after):
             if _breaks(fits, world, word, changed):
                 path = walk.path(number, (word, after))
-                text = f"Put to the test by the last of {_steps(path)}; "
-                return text + _if_only(after, name, value), path
-        for name, value, changed in walk.neighbours(world):
+                return f"Put to the test by the last of {_steps(path)}; {change}", path
+        for change, changed in walk.neighbours(world):
             if _breaks(fits, changed, word, after):
                 path = walk.path(number, (word, after))
-                text = f"Put to the test by the last of {_steps(path)}; before it, "
-                return text + _if_only(world, name, value), path
+                return f"Put to the test by the last of {_steps(path)}; before it, {change}", path
     return NEVER, ()
 
 
@@ -154,8 +153,18 @@ NEVER_DUE = "It is never due: it promises nothing."
 NEVER = "No change of a single thing in any world would break it: it promises nothing."
 
 
-def _if_only(world: object, name: str, value: object) -> str:
-    return f"it would break if `{name}` were {_said(value)} and not {_said(getattr(world, name))}:"
+@frozen
+class _Change:
+    """One thing about a world, and what it could be instead."""
+
+    name: str
+    value: object
+    other: object
+
+    def __str__(self) -> str:
+        return (
+            f"it would break if `{self.name}` were {_said(self.other)} and not {_said(self.value)}:"
+        )
 
 
 def _said(value: object) -> str:
@@ -183,9 +192,32 @@ def _with_others(seen: Iterable[object]) -> dict[object, None]:
     for value in list(found):
         if isinstance(value, Enum):
             found.update(dict.fromkeys(type(value)))
-        elif isinstance(value, int) and not isinstance(value, bool):
+        elif isinstance(value, bool):
+            found.update({True: None, False: None})
+        elif isinstance(value, int):
             found.update({value - 1: None, value + 1: None})
     return found
+
+
+class _Part(Protocol):
+    """One of several things alike that a world has, as a named tuple."""
+
+    def _asdict(self) -> dict[str, Hashable]: ...
+    def _replace(self, **changes: object) -> Self: ...
+
+
+def _things(world: object) -> Iterator[tuple[str, Hashable]]:
+    """What a world is made of, by name; one that is no class has no names."""
+    kind: type = type(world)
+    if attrs.has(kind):
+        for each in attrs.fields(kind):
+            yield each.name, getattr(world, each.name)
+
+
+def _parts(value: object) -> Sequence[_Part]:
+    is_several = isinstance(value, tuple) and all(hasattr(each, "_asdict") for each in value)
+    # What a named tuple has, the type checker does not see through `hasattr`.
+    return cast(Sequence[_Part], value) if is_several else ()
 
 
 class _Walk(Generic[W]):
@@ -202,12 +234,15 @@ class _Walk(Generic[W]):
         return self.graph.ends_first()
 
     def _seen_values(self) -> dict[str, list[object]]:
-        kind: type = type(self.worlds[0])
-        names = [each.name for each in attrs.fields(kind)] if attrs.has(kind) else []
-        return {
-            name: list(_with_others(getattr(world, name) for world in self.worlds))
-            for name in names
-        }
+        """What each thing about a world is somewhere, by its name; parts of lists by theirs."""
+        seen: dict[str, dict[object, None]] = {}
+        for world in self.worlds:
+            for name, value in _things(world):
+                seen.setdefault(name, {})[value] = None
+                for part in _parts(value):
+                    for field, each in part._asdict().items():
+                        seen.setdefault(f"{name}.{field}", {})[each] = None
+        return {name: list(_with_others(values)) for name, values in seen.items()}
 
     def steps(self) -> Iterator[tuple[int, str, W]]:
         """Every step, by the number of the world that it leaves."""
@@ -215,13 +250,33 @@ class _Walk(Generic[W]):
             for word, after in self.model.steps(world):
                 yield number, word, after
 
-    def neighbours(self, world: W) -> Iterator[tuple[str, object, W]]:
+    def neighbours(self, world: W) -> Iterator[tuple[_Change, W]]:
         """The world with one thing changed to what it is somewhere else."""
-        for name, values in self._values.items():
-            for value in values:
-                if value != getattr(world, name):
-                    # Only worlds of attrs have names to change.
-                    yield name, value, attrs.evolve(world, **{name: value})  # type: ignore[misc]
+        things = list(_things(world))
+        make: Callable[..., W] = type(world)
+        values = [value for _, value in things]
+        for place, (name, value) in enumerate(things):
+            before, behind = values[:place], values[place + 1 :]
+            for change, changed in self._changes(name, value):
+                if change.value != change.other:
+                    yield change, make(*before, changed, *behind)
+
+    def _changes(self, name: str, value: Hashable) -> Iterator[tuple[_Change, object]]:
+        if parts := _parts(value):
+            yield from self._changed_parts(name, parts)
+        else:
+            yield from ((_Change(name, value, other), other) for other in self._values[name])
+
+    def _changed_parts(
+        self, name: str, parts: Sequence[_Part]
+    ) -> Iterator[tuple[_Change, tuple[_Part, ...]]]:
+        """One thing about one of several alike."""
+        for place, part in enumerate(parts):
+            before, behind = tuple(parts[:place]), tuple(parts[place + 1 :])
+            for field, value in part._asdict().items():
+                for other in self._values[f"{name}.{field}"]:
+                    change = _Change(f"{name}[{place}].{field}", value, other)
+                    yield change, (*before, part._replace(**{field: other}), *behind)
 
     def path(self, number: int, step: tuple[str, W] | None = None) -> Path:
         """How the world is reached, and one more step if there is one."""

@@ -8,6 +8,7 @@ import pytest
 from attrs import frozen
 
 from router import cli
+from statemachines import worlds
 from statemachines.check import models, run_checks
 from statemachines.explain import NEVER, NEVER_DUE, Ambiguous, explain, explain_all, explanations
 from statemachines.explore import CYCLE, RAISED, STUCK, Model
@@ -162,9 +163,9 @@ def test_a_whole_sentence_is_meant_even_if_others_contain_it() -> None:
 
 
 def test_a_promise_of_several_models_is_explained_in_each() -> None:
-    text = explain_all(MODELS, STUCK)
+    text = explain_all(MODELS[:3], STUCK)
 
-    assert text.count(STUCK) == len(MODELS)
+    assert text.count(STUCK) == 3
 
 
 #### The command
@@ -178,7 +179,7 @@ def test_the_command_prints_the_example(capsys: pytest.CaptureFixture[str]) -> N
     assert said[-1].split() == ["4", "plain", "failed", "open", "2"]
 
 
-@pytest.mark.parametrize(("words", "listed"), [("no such promise", 172), ("a request finishes", 3)])
+@pytest.mark.parametrize(("words", "listed"), [("no such promise", 233), ("a request finishes", 3)])
 def test_a_name_that_is_no_promise_lists_those_that_exist(
     words: str, listed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,18 +191,26 @@ def test_a_name_that_is_no_promise_lists_those_that_exist(
     assert len([line for line in said.err.splitlines() if line.startswith("  ")]) == listed
 
 
+@pytest.fixture
+def on_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check has one model to look at."""
+    monkeypatch.setattr("statemachines.check.models", lambda: [worlds.pair()])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_pairs_only")
 def test_progress_is_told_of_long_explorations() -> None:
     told: list[tuple[str, int, int]] = []
 
     run_checks(lambda model, seen, waiting: told.append((model, seen, waiting)))
 
-    assert {model for model, _, _ in told} == {model.name for model in MODELS}
-    seen = [seen for model, seen, _ in told if model == "one request on pairs"]
+    assert {model for model, _, _ in told} == {"one request on pairs"}
+    seen = [seen for _, seen, _ in told]
     assert seen == [0, 1000, 2000, 3000]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_pairs_only")
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_for_terminals_and_leaves_nothing_behind(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
