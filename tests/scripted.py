@@ -89,7 +89,10 @@ class ScriptedEngine:
     async def _play(self, stream: MemoryStream, answer: list[bytes]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
-            await self._play_steps(stream, answer)
+            try:
+                await self._play_steps(stream, answer)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass  # the router left while it was sending
             nursery.cancel_scope.cancel(reason="answered")
 
     async def _play_steps(self, stream: MemoryStream, answer: list[bytes]) -> None:
