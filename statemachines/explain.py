@@ -3,7 +3,8 @@
 Of what *sometimes* holds the path leads to a world in which it does. What *always* holds is put to
 the test where the change of a single thing about the world, to a value that it could have, would
 break it; a promise without such a world promises nothing. What *eventually* comes true is shown
-where it does so as far from the start as it can; that things end, by the furthest end.
+where it does so: soonest after something that it follows, or as far from the start as it can. That
+things end is shown by the furthest end.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 import attrs
 from attrs import frozen
 
-from statemachines.eventually import Due, evasion, last_to_come
+from statemachines.eventually import Due, evasion, example
 from statemachines.explore import Model, Path, path_lines, path_on
 from statemachines.graph import EndsFirst, Graph
 
@@ -109,11 +110,11 @@ def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]
 
 
 def _of_between(walk: "_Walk[W]", fits: Callable[[W, str, W], bool]) -> tuple[str, Path]:
-    for number, word, after in walk.steps():
+    for number, word, after in walk.steps:
         if not fits(walk.worlds[number], word, after):
             path = walk.path(number, (word, after))
             return f"It does not hold after {_steps(path)}:", path
-    for number, word, after in walk.steps():
+    for number, word, after in walk.steps:
         world = walk.worlds[number]
         for change, changed in walk.neighbours(after):
             if _breaks(fits, world, word, changed):
@@ -132,12 +133,13 @@ def _of_eventually(walk: "_Walk[W]", due: Due[W]) -> tuple[str, Path]:
         path = path_on(walk.model, graph, evaded.way)
         how = "the last world comes back" if evaded.comes_back else "there it ends"
         return f"It does not come true in {_steps(path)}, and {how}:", path
-    if (found := last_to_come(graph, due)) is None:
+    if (found := example(graph, due)) is None:
         return NEVER_DUE, ()
     way, since = found
     path = path_on(walk.model, graph, way)
-    began = "" if due.since is None else f"Due since step {since}, it "
-    return f"{began or 'It '}comes true with the last of {_steps(path)}, nowhere later:", path
+    if due.since is None:
+        return f"It comes true with the last of {_steps(path)}, as late as it can:", path
+    return f"Due since step {since}, it comes true with the last of {_steps(path)}:", path
 
 
 def _of_all(walk: "_Walk[W]") -> tuple[str, Path]:
@@ -244,11 +246,14 @@ class _Walk(Generic[W]):
                         seen.setdefault(f"{name}.{field}", {})[each] = None
         return {name: list(_with_others(values)) for name, values in seen.items()}
 
-    def steps(self) -> Iterator[tuple[int, str, W]]:
+    @cached_property
+    def steps(self) -> Sequence[tuple[int, str, W]]:
         """Every step, by the number of the world that it leaves."""
-        for number, world in enumerate(self.worlds):
-            for word, after in self.model.steps(world):
-                yield number, word, after
+        return [
+            (number, word, after)
+            for number, world in enumerate(self.worlds)
+            for word, after in self.model.steps(world)
+        ]
 
     def neighbours(self, world: W) -> Iterator[tuple[_Change, W]]:
         """The world with one thing changed to what it is somewhere else."""
