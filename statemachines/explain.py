@@ -7,7 +7,7 @@ where it does so: soonest after something that it follows, or as far from the st
 things end is shown by the furthest end.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -102,7 +102,8 @@ def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]
     starts = walk.graph.starts
     for number in (*range(len(starts), len(walk.worlds)), *starts):
         world = walk.worlds[number]
-        for change, changed in walk.neighbours(world):
+        (names,) = _read_by(holds, world)
+        for change, changed in walk.neighbours(world, names):
             if _breaks(holds, changed):
                 path = walk.path(number)
                 return f"Put to the test after {_steps(path)}; {change}", path
@@ -116,11 +117,12 @@ def _of_between(walk: "_Walk[W]", fits: Callable[[W, str, W], bool]) -> tuple[st
             return f"It does not hold after {_steps(path)}:", path
     for number, word, after in walk.steps:
         world = walk.worlds[number]
-        for change, changed in walk.neighbours(after):
+        names, names_after = _read_by(lambda w, a, said=word: fits(w, said, a), world, after)
+        for change, changed in walk.neighbours(after, names_after):
             if _breaks(fits, world, word, changed):
                 path = walk.path(number, (word, after))
                 return f"Put to the test by the last of {_steps(path)}; {change}", path
-        for change, changed in walk.neighbours(world):
+        for change, changed in walk.neighbours(world, names):
             if _breaks(fits, changed, word, after):
                 path = walk.path(number, (word, after))
                 return f"Put to the test by the last of {_steps(path)}; before it, {change}", path
@@ -216,6 +218,31 @@ def _things(world: object) -> Iterator[tuple[str, Hashable]]:
             yield each.name, getattr(world, each.name)
 
 
+class _Read:
+    """A world that remembers what was looked at: nothing else about it can matter."""
+
+    def __init__(self, world: object) -> None:
+        self._world = world
+        self._names: set[str] = set()
+
+    def __getattr__(self, name: str) -> object:
+        asked = getattr(type(self._world), name, None)
+        if isinstance(asked, property) and asked.fget is not None:
+            return asked.fget(self)
+        self._names.add(name)
+        return getattr(self._world, name)
+
+
+def _read_by(holds: Callable[..., bool], *worlds: object) -> list[Container[str]]:
+    """What the promise looks at of each of these worlds to judge them."""
+    read = [_Read(world) for world in worlds]
+    try:
+        holds(*read)
+    except Exception:  # it looks at them as a whole
+        return [[name for name, _ in _things(world)] for world in worlds]
+    return [each._names for each in read]
+
+
 def _parts(value: object) -> Sequence[_Part]:
     is_several = isinstance(value, tuple) and all(hasattr(each, "_asdict") for each in value)
     # What a named tuple has, the type checker does not see through `hasattr`.
@@ -255,12 +282,14 @@ class _Walk(Generic[W]):
             for word, after in self.model.steps(world)
         ]
 
-    def neighbours(self, world: W) -> Iterator[tuple[_Change, W]]:
-        """The world with one thing changed to what it is somewhere else."""
+    def neighbours(self, world: W, names: Container[str]) -> Iterator[tuple[_Change, W]]:
+        """The world with one of these things changed to what it is somewhere else."""
         things = list(_things(world))
         make: Callable[..., W] = type(world)
         values = [value for _, value in things]
         for place, (name, value) in enumerate(things):
+            if name not in names:
+                continue
             before, behind = values[:place], values[place + 1 :]
             for change, changed in self._changes(name, value):
                 if change.value != change.other:
