@@ -48,7 +48,7 @@ from router.wires.line import Line
 from router.wires.nats.broker import Broker
 from router.wires.nats.line import NatsWire
 from router.wires.nats.protocol import Names
-from router.worker import Fleet, Worker
+from router.worker import DrainWindow, Fleet, Worker
 from statemachines import ROUTER, Edge
 from statemachines.router import RouterState
 from statemachines.worker import WorkerState
@@ -179,16 +179,18 @@ class App:
     def drain_worker(self, worker: Worker, timeout_secs: float) -> None:
         """Send it nothing new; after the window the streams that can move are moved."""
         self.fleet.drain(worker.id)
-        self.spawn(self._hand_back_after, worker, timeout_secs)
+        worker.window = window = DrainWindow(timeout_secs)
+        self.spawn(self._hand_back_after, worker, window)
 
     def spawn(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         """Start a task that ends with the router; a bug in it is logged and counted."""
         assert self._background_nursery is not None
         self._background_nursery.start_soon(self._in_background, task, *args)
 
-    async def _hand_back_after(self, worker: Worker, seconds: float) -> None:
-        await trio.sleep(seconds)
-        if worker.state is WorkerState.DRAINING:
+    async def _hand_back_after(self, worker: Worker, window: DrainWindow) -> None:
+        await trio.sleep(window.seconds)
+        # A later drain has replaced the window, and a drain that was cancelled has taken it along.
+        if worker.window is window and worker.state is WorkerState.DRAINING:
             self.serving.hand_back(worker)
 
     def ask_to_stop(self) -> None:

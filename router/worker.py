@@ -71,6 +71,13 @@ class Probe:
         return self.outcome is ProbeOutcome.PASSED
 
 
+@frozen(eq=False)
+class DrainWindow:
+    """How long a drain lets streams run before those that can move are taken away; one a drain."""
+
+    seconds: float
+
+
 @define(eq=False)
 class Worker:
     """One engine; subject of the worker chart. Removed and added again, it is another Worker."""
@@ -107,6 +114,8 @@ class Worker:
     addresses: list[Address] = field(factory=list)
     knowledge: Knowledge | None = None  # as last learned; None until then
     last_probe: Probe | None = None
+    #: Of the drain that it is in; None where it is in none, or in one that takes no streams away.
+    window: DrainWindow | None = None
     passes: int = 0  # probes passed in a row
     failures: int = 0  # probes failed in a row
     timeouts: int = 0  # probes timed out in a row
@@ -261,6 +270,7 @@ class Fleet:
         """Let a draining worker serve again once it passes a probe. Raises UnknownWorker."""
         worker = self.get(worker_id)
         if worker.state is WorkerState.DRAINING:
+            worker.window = None
             WORKER.fire(worker, "drain_cancelled")
             worker.probe_soon()
         return worker

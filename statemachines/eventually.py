@@ -13,7 +13,7 @@ from attrs import frozen
 
 from statemachines.graph import EndsFirst, Graph
 
-__all__ = ["Due", "Evasion", "evasion", "last_to_come", "must_come"]
+__all__ = ["Due", "Evasion", "evasion", "example", "must_come", "way_back"]
 
 W = TypeVar("W", bound=Hashable)
 
@@ -158,19 +158,23 @@ def _unwound(parents: Mapping[int, int], number: int) -> list[int]:
     return way[::-1]
 
 
-def last_to_come(graph: Graph[W], due: Due[W]) -> tuple[Sequence[int], int] | None:
-    """The way to the furthest world where what was due comes true, and since which step it was.
+def example(graph: Graph[W], due: Due[W]) -> tuple[Sequence[int], int] | None:
+    """A way on which what was due comes true with the last step, and since which step it was due.
 
-    None where it is never due: whoever promises that promises nothing.
+    The shortest one; of what is due from the start, which may be over at once, the one to the world
+    that is furthest. None where it is never due: whoever promises that promises nothing.
     """
     walk = _Walk(graph, due)
-    found = None
-    for place, before in walk.parents.items():
-        if before is not None and before[1] and not place[1]:
-            found = place
-    if found is None:
+    found = [
+        (number, after)
+        for number in walk.pending()
+        for after in graph.onward(number)
+        if not due.after(True, graph.worlds[after])
+    ]
+    if not found:
         return None
-    way = walk.way_to(found)
+    number, after = found[-1 if due.since is None else 0]
+    way = [*walk.way_to((number, True)), after]
     return way, _due_since(graph, due, way)
 
 

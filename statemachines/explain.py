@@ -3,10 +3,11 @@
 Of what *sometimes* holds the path leads to a world in which it does. What *always* holds is put to
 the test where the change of a single thing about the world, to a value that it could have, would
 break it; a promise without such a world promises nothing. What *eventually* comes true is shown
-where it does so as far from the start as it can; that things end, by the furthest end.
+where it does so: soonest after something that it follows, or as far from the start as it can. That
+things end is shown by the furthest end.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -14,7 +15,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 import attrs
 from attrs import frozen
 
-from statemachines.eventually import Due, evasion, last_to_come
+from statemachines.eventually import Due, evasion, example
 from statemachines.explore import Model, Path, path_lines, path_on
 from statemachines.graph import EndsFirst, Graph
 
@@ -101,7 +102,8 @@ def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]
     starts = walk.graph.starts
     for number in (*range(len(starts), len(walk.worlds)), *starts):
         world = walk.worlds[number]
-        for change, changed in walk.neighbours(world):
+        (names,) = _read_by(holds, world)
+        for change, changed in walk.neighbours(world, names):
             if _breaks(holds, changed):
                 path = walk.path(number)
                 return f"Put to the test after {_steps(path)}; {change}", path
@@ -109,17 +111,18 @@ def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]
 
 
 def _of_between(walk: "_Walk[W]", fits: Callable[[W, str, W], bool]) -> tuple[str, Path]:
-    for number, word, after in walk.steps():
+    for number, word, after in walk.steps:
         if not fits(walk.worlds[number], word, after):
             path = walk.path(number, (word, after))
             return f"It does not hold after {_steps(path)}:", path
-    for number, word, after in walk.steps():
+    for number, word, after in walk.steps:
         world = walk.worlds[number]
-        for change, changed in walk.neighbours(after):
+        names, names_after = _read_by(lambda w, a, said=word: fits(w, said, a), world, after)
+        for change, changed in walk.neighbours(after, names_after):
             if _breaks(fits, world, word, changed):
                 path = walk.path(number, (word, after))
                 return f"Put to the test by the last of {_steps(path)}; {change}", path
-        for change, changed in walk.neighbours(world):
+        for change, changed in walk.neighbours(world, names):
             if _breaks(fits, changed, word, after):
                 path = walk.path(number, (word, after))
                 return f"Put to the test by the last of {_steps(path)}; before it, {change}", path
@@ -132,12 +135,13 @@ def _of_eventually(walk: "_Walk[W]", due: Due[W]) -> tuple[str, Path]:
         path = path_on(walk.model, graph, evaded.way)
         how = "the last world comes back" if evaded.comes_back else "there it ends"
         return f"It does not come true in {_steps(path)}, and {how}:", path
-    if (found := last_to_come(graph, due)) is None:
+    if (found := example(graph, due)) is None:
         return NEVER_DUE, ()
     way, since = found
     path = path_on(walk.model, graph, way)
-    began = "" if due.since is None else f"Due since step {since}, it "
-    return f"{began or 'It '}comes true with the last of {_steps(path)}, nowhere later:", path
+    if due.since is None:
+        return f"It comes true with the last of {_steps(path)}, as late as it can:", path
+    return f"Due since step {since}, it comes true with the last of {_steps(path)}:", path
 
 
 def _of_all(walk: "_Walk[W]") -> tuple[str, Path]:
@@ -214,6 +218,31 @@ def _things(world: object) -> Iterator[tuple[str, Hashable]]:
             yield each.name, getattr(world, each.name)
 
 
+class _Read:
+    """A world that remembers what was looked at: nothing else about it can matter."""
+
+    def __init__(self, world: object) -> None:
+        self._world = world
+        self._names: set[str] = set()
+
+    def __getattr__(self, name: str) -> object:
+        asked = getattr(type(self._world), name, None)
+        if isinstance(asked, property) and asked.fget is not None:
+            return asked.fget(self)
+        self._names.add(name)
+        return getattr(self._world, name)
+
+
+def _read_by(holds: Callable[..., bool], *worlds: object) -> list[Container[str]]:
+    """What the promise looks at of each of these worlds to judge them."""
+    read = [_Read(world) for world in worlds]
+    try:
+        holds(*read)
+    except Exception:  # it looks at them as a whole
+        return [[name for name, _ in _things(world)] for world in worlds]
+    return [each._names for each in read]
+
+
 def _parts(value: object) -> Sequence[_Part]:
     is_several = isinstance(value, tuple) and all(hasattr(each, "_asdict") for each in value)
     # What a named tuple has, the type checker does not see through `hasattr`.
@@ -244,18 +273,23 @@ class _Walk(Generic[W]):
                         seen.setdefault(f"{name}.{field}", {})[each] = None
         return {name: list(_with_others(values)) for name, values in seen.items()}
 
-    def steps(self) -> Iterator[tuple[int, str, W]]:
+    @cached_property
+    def steps(self) -> Sequence[tuple[int, str, W]]:
         """Every step, by the number of the world that it leaves."""
-        for number, world in enumerate(self.worlds):
-            for word, after in self.model.steps(world):
-                yield number, word, after
+        return [
+            (number, word, after)
+            for number, world in enumerate(self.worlds)
+            for word, after in self.model.steps(world)
+        ]
 
-    def neighbours(self, world: W) -> Iterator[tuple[_Change, W]]:
-        """The world with one thing changed to what it is somewhere else."""
+    def neighbours(self, world: W, names: Container[str]) -> Iterator[tuple[_Change, W]]:
+        """The world with one of these things changed to what it is somewhere else."""
         things = list(_things(world))
         make: Callable[..., W] = type(world)
         values = [value for _, value in things]
         for place, (name, value) in enumerate(things):
+            if name not in names:
+                continue
             before, behind = values[:place], values[place + 1 :]
             for change, changed in self._changes(name, value):
                 if change.value != change.other:

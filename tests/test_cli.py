@@ -367,6 +367,7 @@ def test_diagrams_fill_the_blocks_of_a_document(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_check_prints_every_promise_and_the_number_of_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

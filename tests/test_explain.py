@@ -105,17 +105,17 @@ def test_a_broken_promise_is_shown_broken() -> None:
     assert lines(model, "sometimes nine")[1] == "  It never does: this promise is broken."
 
 
-def test_what_eventually_comes_true_is_shown_where_it_does_so_last() -> None:
+def test_what_eventually_comes_true_is_shown_where_it_does() -> None:
     model = counted(
         eventually={"three is reached": lambda w: w.number == 3},
         whenever={"two is followed by four": (lambda w: w.number == 2, lambda w: w.number == 4)},
     )
 
     assert lines(model, "eventually three is reached")[1] == (
-        "  It comes true with the last of 3 steps, nowhere later:"
+        "  It comes true with the last of 3 steps, as late as it can:"
     )
     said = lines(model, "eventually two is followed by four")
-    assert said[1] == "  Due since step 2, it comes true with the last of 4 steps, nowhere later:"
+    assert said[1] == "  Due since step 2, it comes true with the last of 4 steps:"
     assert said[-1].split() == ["4", "one", "more", "4"]
 
 

@@ -28,6 +28,7 @@ from statemachines.worlds.wire_state import (
     faulty,
     is_busy,
     last_frame,
+    place_of,
     says,
     show,
     uncancelled,
@@ -231,11 +232,11 @@ class _Wire:
 
     def frame_comes(self, world: World, place: int, frame: int) -> World:
         attempt = world.attempts[place]
-        if self.without is not Without.NUMBERS and frame != attempt.expected:
-            if frame < attempt.expected or not attempt.is_heard:
+        found = place_of(frame, attempt.expected)
+        if self.without is not Without.NUMBERS and found != "next":
+            if found == "again" or not attempt.is_heard:
                 return world
-            gap = self.lost(world, place, "let_go")
-            return evolve(gap, had_gap=True)
+            return evolve(self.lost(world, place, "let_go"), had_gap=True)
         counted = attempt._replace(expected=max(attempt.expected, frame + 1))
         return self.frame_counts(with_attempt(world, place, counted), place, frame)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from attrs import evolve, frozen
 
@@ -20,6 +20,7 @@ __all__ = [
     "faulty",
     "is_busy",
     "last_frame",
+    "place_of",
     "says",
     "show",
     "uncancelled",
@@ -80,6 +81,13 @@ class Attempt(NamedTuple):
             if last != "none":
                 return last
         return "data" if frame else "head"
+
+
+def place_of(frame: int, expected: int) -> Literal["next", "again", "gap"]:
+    """What a frame of this number is to a router that expects that one."""
+    if frame == expected:
+        return "next"
+    return "again" if frame < expected else "gap"
 
 
 def last_frame(agent: Enum) -> str:

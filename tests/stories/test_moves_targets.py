@@ -337,6 +337,19 @@ def test_a_second_drain_moves_nothing_again() -> None:
     assert outcome.moves == {"worker_draining exact": 1}
 
 
+@pytest.mark.parametrize("again", [("drain 0 20",), ("undrain 0", "drain 0 20"), ("undrain 0",)])
+def test_a_window_ends_with_its_drain_and_with_the_next_one(again: tuple[str, ...]) -> None:
+    """The chart says so: asked again, the new window replaces the old one."""
+    outcome = lose(
+        "", Client(tokens=30), happenings=((1.5, "drain 0 1"), *((2.0, each) for each in again)),
+        looks=(2.6,),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.looks[0].running == [1, 0]
+    assert outcome.moves == {}
+
+
 #### Many at once
 
 
