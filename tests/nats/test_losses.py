@@ -245,7 +245,8 @@ async def test_a_continuation_above_the_limit_goes_on_as_text(world: World) -> N
         fleet.broker = small.url
         router = fleet.router("--migration-limit", "1")
         sims = [fleet.sim(f"wide{n}", "--context-length", "40000") for n in range(2)]
-        agents = [fleet.agent(f"a{n}", sim.ready().port) for n, sim in enumerate(sims)]
+        at_once = ["--drain-timeout-secs", "0"]
+        agents = [fleet.agent(f"a{n}", sim.ready().port, *at_once) for n, sim in enumerate(sims)]
         await f.all_ready(router, "a0", "a1")
         plain = f.chat("time " * 7000, tokens=60)
         [right] = right_answers(sims[0], [plain])
@@ -260,7 +261,7 @@ async def test_a_continuation_above_the_limit_goes_on_as_text(world: World) -> N
             nursery.start_soon(client)
             await midway.reached.wait()
             serving = 0 if f.workers(router)["a0"]["inflight"] else 1
-            agents[serving].kill()
+            agents[serving].terminate()
 
     assert [answer.said for answer in answers] == [right.said]
     assert "mode=text" in router.said()

@@ -13,7 +13,7 @@ from router.worker import Worker
 from router.workerspec import WorkerSpec
 from tests.cluster import WARM_UP_SECONDS, Answer, Cluster, Routed, run
 
-COUNT = 450
+COUNT = 260
 
 
 def fill(router: Routed) -> None:

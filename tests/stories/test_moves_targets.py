@@ -12,7 +12,13 @@ TOOLS: dict[str, object] = {"response_format": {"type": "json_object"}}
 
 def lose_twice(second: str, client: Client = LONG, *, kinds: str = "vllm " * 3) -> Outcome:
     """The first worker is lost in the middle, and the next one suffers this."""
-    return lose(client=client, kinds=kinds, happenings=((0.0, f"faults 1 request=1:{second}"),))
+    return lose(
+        client=client,
+        kinds=kinds,
+        happenings=((0.0, f"faults 1 request=1:{second}"),),
+        # Of the ten minutes it has by default, every second is simulated.
+        first_token_timeout_secs=20.0,
+    )
 
 
 #### The next candidate
