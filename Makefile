@@ -19,7 +19,7 @@ ifneq ($(ANSWER),$(EXPECTED))
 STALE := stale
 endif
 
-.PHONY: help setup demo test lint format types check diagrams bench real clean stale
+.PHONY: help setup demo test lint format types check diagrams bench conform real clean stale
 
 help:
 	@echo 'make demo      a worker dies, a client leaves, a prefill fails (half a minute)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make check     model-check the state machines; generated files are fresh'
 	@echo 'make diagrams  write the generated files'
 	@echo 'make bench     Baton beside other routers, one core each (minutes; a C compiler; PyPI)'
+	@echo 'make conform   what users complain about, tried on Baton and other routers (minutes; PyPI)'
 	@echo 'make real      against real vLLM and SGLang on the CPU (see docs/testing.md)'
 
 setup: $(READY)
@@ -69,6 +70,11 @@ diagrams: $(READY)
 # Options go in ARGS: make bench ARGS='--only unary --rounds 1'
 bench: $(READY)
 	$(RUN) benchmarks $(ARGS)
+
+# The matrix of docs/conformance.md. Other routers fail cases; here that is no error.
+conform: $(READY)
+	$(BIN)/python -c 'from benchmarks.candidates import CANDIDATES, install; [install(each) for each in CANDIDATES]'
+	$(BIN)/baton conform baton vllm-router sglang-router smg --bin .venv-bench/bin --markdown $(ARGS); test $$? -le 1
 
 real: $(READY)
 	$(RUN) pip install --quiet --disable-pip-version-check --group real

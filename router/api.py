@@ -1,18 +1,20 @@
 """What the router answers itself: models, health, readiness, metrics, the worker API, /debug.
 
-Nothing here waits: every answer is made from live objects in one go. Errors have the shape of
-every other error, and no answer of this file holds the text of a prompt.
+Every answer is made from live objects: in one go, but for those that name all workers, which are
+made piece by piece so that streams go on meanwhile. Errors have the shape of every other error, and
+no answer of this file holds the text of a prompt.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 import structlog
+import trio
 from attrs import asdict, evolve
 
 from router.calls import Call, has_key
@@ -36,9 +38,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 _log = structlog.get_logger("baton")
 _JSON = b"application/json"
 _NO_WORKERS = Refusal("no_workers", "No worker is ready.")
+_WORKERS_AT_ONCE = 50
 _ENCODE = msgspec.json.Encoder().encode
 
-Reply = tuple[int, bytes, bytes]  # status, content type, body
+#: Status, content type, and the body: whole, or in pieces of about a millisecond's work.
+Reply = tuple[int, bytes, bytes | Iterator[bytes]]
 Handler = Callable[[Call, Mapping[str, str]], Reply]
 
 
@@ -114,12 +118,12 @@ class Api:
             _route(r"/debug/requests/(?P<id>.+)", "debug", GET=self._request),
         ]
 
-    def answer(self, channel: ClientChannel, call: Call) -> None:
+    async def answer(self, channel: ClientChannel, call: Call) -> None:
         """Answer a call that is not for a worker."""
         for pattern, handlers, guard in self._routes:
             match = pattern.fullmatch(call.path)
             if match is not None:
-                self._answer(channel, call, handlers, guard, match.groupdict())
+                await self._answer(channel, call, handlers, guard, match.groupdict())
                 return
         if route_of(call.path) is not None:
             refusal = Refusal("method_not_allowed", "Use POST here.")
@@ -127,7 +131,7 @@ class Api:
             refusal = Refusal("not_found", "There is nothing at this path.")
         channel.refuse(refusal, request_id_of(call.headers))
 
-    def _answer(
+    async def _answer(
         self,
         channel: ClientChannel,
         call: Call,
@@ -147,6 +151,10 @@ class Api:
         except _Refused as refused:
             channel.refuse(refused.refusal, request_id)
             return
+        if not isinstance(body, bytes):
+            body = await _gathered(body)
+            if not channel.is_open:
+                return
         lines = lines_of([(b"content-type", kind), (b"x-request-id", request_id.encode())])
         channel.respond(status, lines, body)
 
@@ -190,7 +198,7 @@ class Api:
         )
 
     def _show_metrics(self, _call: Call, _found: Mapping[str, str]) -> Reply:
-        return 200, CONTENT_TYPE.encode(), self._metrics.render()
+        return 200, CONTENT_TYPE.encode(), self._metrics.pieces()
 
     # Models
 
@@ -225,8 +233,17 @@ class Api:
     # Workers
 
     def _workers(self, _call: Call, _found: Mapping[str, str]) -> Reply:
-        workers = [_show_worker(worker) for worker in self._fleet.all()]
-        return 200, _JSON, _ENCODE({"workers": workers, **self._show_registry()})
+        return 200, _JSON, self._list_workers()
+
+    def _list_workers(self) -> Iterator[bytes]:
+        every, comma = self._fleet.all(), b""
+        yield b'{"workers":['
+        for begin in range(0, len(every), _WORKERS_AT_ONCE):
+            rows = [_show_worker(each) for each in every[begin : begin + _WORKERS_AT_ONCE]]
+            yield comma + _ENCODE(rows)[1:-1]
+            comma = b","
+        rest = _ENCODE(self._show_registry())[1:]
+        yield b"]" + (b"," if len(rest) > 1 else b"") + rest
 
     def _show_registry(self) -> dict[str, object]:
         view = self._house.registry_view()
@@ -323,6 +340,15 @@ def _route(
     pattern: str, guard: str, **handlers: Handler
 ) -> tuple[re.Pattern[str], dict[str, Handler], str]:
     return re.compile(pattern), handlers, guard
+
+
+async def _gathered(pieces: Iterator[bytes]) -> bytes:
+    """All of them, with everybody else's turn between any two."""
+    gathered = []
+    for piece in pieces:
+        gathered.append(piece)
+        await trio.lowlevel.checkpoint()
+    return b"".join(gathered)
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

@@ -157,10 +157,11 @@ class App:
         line = self._lines.get(worker)
         if line is None:
             line = self._make_line(worker)
-            # Registered workers come and go, and what is kept of those that left is never found
-            # again; their lines hold nothing, other than a pool's.
-            if not (worker.is_gone and worker.is_behind_nats):
+            # Workers come and go, and what is kept of those that left is never found again.
+            if not worker.is_gone:
                 self._lines[worker] = line
+            elif not worker.is_behind_nats:
+                line.close()
         return line
 
     def registry_view(self) -> View | None:

@@ -365,6 +365,11 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         help="instead, show the shortest path on which this promise (or the only one with these "
         "words) is put to the test",
     )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="the same with larger budgets: more than a million states, in minutes",
+    )
     parser.set_defaults(command=_check)
 
 
@@ -374,7 +379,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None:
         return _explain(arguments.explain)
     is_terminal = sys.stderr.isatty()
-    report = run_checks(_show_progress if is_terminal else None)
+    report = run_checks(_show_progress if is_terminal else None, deep=arguments.deep)
     if is_terminal:
         print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
     print(report)

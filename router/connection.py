@@ -9,7 +9,7 @@ request ends and the socket is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from attrs import define
@@ -24,7 +24,7 @@ from router.headers import request_id_of
 from router.routes import Route, route_of
 from router.websocket import WATCH_PATH, serve_watcher
 
-AnswerLocally = Callable[[ClientChannel, Call], None]
+AnswerLocally = Callable[[ClientChannel, Call], Awaitable[None]]
 
 
 class Calls(Protocol):
@@ -113,7 +113,7 @@ class Connection:
         elif (route := self._route_of(call)) is not None:
             calls.begin(channel, call, route)
         else:
-            self.answer_locally(channel, call)
+            await self.answer_locally(channel, call)
             channel.finish_call()
 
     async def _show(self, call: Call) -> None:

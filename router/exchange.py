@@ -146,7 +146,7 @@ class Exchange:
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if leg.is_absent:
             leg.worker.probe_soon()
-            self.lose(leg, "let_go", "handed_back", Failure(unreachable()), was_sent=False)
+            self.lose(leg, "let_go", "passed_over", Failure(unreachable()), was_sent=False)
         elif connecting:
             leg.worker.probe_soon()
             self.lose(leg, "broke", "leg_lost", Failure(unreachable()), was_sent=False)
@@ -174,8 +174,8 @@ class Exchange:
         self.ticket.tried.add(leg.worker)
         if self.ticket.state is S.RESUMING:
             failure = Failure(broken())  # what is too large is not what the client wrote
-        leg.fire("handed_back")
-        self.fire("handed_back", failure)
+        leg.fire("let_go")
+        self.fire("passed_over", failure)
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         if not self.survives(leg, "let_go"):

@@ -167,6 +167,11 @@ class Leg:
         finally:
             self._settle()
 
+    def is_excused(self) -> bool:
+        """Its time is over. Whether the wire is to blame for that, and has ended it."""
+        since = self.last_event_at if self.state is LegState.STREAMING else self.sent_at
+        return self.upstream is not None and self.upstream.excuse(since)
+
     def pause(self) -> None:
         """Read no more for now: the client is slow. The worker's idle clock stops."""
         self.paused = True

@@ -2,16 +2,17 @@
 
 All series of a closed set exist from the first scrape, at zero. Counting is a plain addition in a
 dict whose keys were all made beforehand, because one request is a dozen of them; a child of the
-client library costs six times as much, for a lock that one thread does not need. The library
-renders. What is true at the moment (open requests, states, requests on a worker) is not counted at
-all but read from the live objects while scraping, so that it cannot drift.
+client library costs six times as much, for a lock that one thread does not need. The page comes in
+pieces, so that streams go on while thousands of workers are written. What is true at the moment
+(open requests, states, requests on a worker) is not counted at all but read from the live objects
+while scraping, so that it cannot drift.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from router.exposition import head_of, pieces_of
 from router.migration.poison import Poison
 from router.series import (
     ABORTS,
@@ -41,6 +43,7 @@ from router.series import (
     ROUTES,
     STREAM_OUTCOMES,
     TABLE,
+    Metric,
 )
 from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Edge
 
@@ -113,6 +116,7 @@ class Histogram:
         family.add_sample(f"{family.name}_sum", labels, self.total)
 
 
+Samples = Iterable[tuple[tuple[str, ...], float | Histogram]]
 Counts = dict[tuple[str, ...], int]
 """A counter: label values in the order of the table -> how often. All keys are made beforehand."""
 
@@ -123,6 +127,9 @@ class Metrics(Collector):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._registry = CollectorRegistry(auto_describe=False)
+        self._of_process = CollectorRegistry(auto_describe=False)
+        #: The families that are rendered by the library now; empty is all of them.
+        self._shown: list[Family] = []
         self._requests: Counts = {(route, final): 0 for route in ROUTES for final in FINALS}
         self._durations = {route: Histogram(DURATION_BOUNDS) for route in ROUTES}
         self._first_tokens = {route: Histogram(FIRST_TOKEN_BOUNDS) for route in ROUTES}
@@ -150,7 +157,23 @@ class Metrics(Collector):
         self._nats_missed: Counts = {}
         self._nats_lost: Counts = {}
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        ProcessCollector(registry=self._of_process)
+        #: Counters by the name of their metric.
+        self._counted: dict[str, Counts] = {
+            "baton_requests_total": self._requests,
+            "baton_worker_requests_total": self._worker_requests,
+            "baton_stream_outcome_total": self._streams,
+            "baton_migrations_total": self._migrations,
+            "baton_migrations_failed_total": self._migrations_failed,
+            "baton_completed_locally_total": self._completed_locally,
+            "baton_poisoned_total": self._poisoned,
+            "baton_engine_aborts_total": self._aborts,
+            "baton_pd_prefill_failures_total": self._prefill_failures,
+            "baton_breaker_overridden_total": self._overridden,
+            "baton_internal_errors_total": self._internal_errors,
+            "baton_nats_missed_total": self._nats_missed,
+            "baton_registry_lost_total": self._nats_lost,
+        }
 
     def taken(self, machine: str) -> dict[int, int]:
         """How often each edge of this machine was taken, by `id(edge)`; listeners add to it."""
@@ -210,8 +233,8 @@ class Metrics(Collector):
     def follow_nats(self, view: Callable[[], NatsView | None]) -> None:
         """From here on there are series of the broker and the registry."""
         self._nats_view = view
-        self._nats_missed = {(): 0}
-        self._nats_lost = {(): 0}
+        self._nats_missed[()] = 0
+        self._nats_lost[()] = 0
 
     def nats_missed(self) -> None:
         """Part of an answer, or a request, was lost on its way over NATS."""
@@ -253,59 +276,79 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         """The page, in Prometheus' text format 0.0.4."""
-        return generate_latest(self._registry)
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The page in pieces, each of about a millisecond's work and true when it is made.
+
+        Between two of them anything may change.
+        """
+        for row in TABLE:
+            if row.kind == "histogram":
+                self._shown = [self._family(row)]
+                page = generate_latest(self._registry)
+                self._shown = []
+                yield page
+                continue
+            yield head_of(row.name, row.kind, row.help).encode()
+            names = tuple(label.name for label in row.labels)
+            for piece in pieces_of(row.name, names, _numbers(self._samples(row.name))):
+                yield piece.encode()
+        yield generate_latest(self._of_process)
 
     def collect(self) -> Iterator[Family]:
-        """All families in the order of the table; called by the registry while rendering."""
-        samples = self._samples()
-        for row in TABLE:
-            family = Family(row.name.removesuffix("_total"), row.help, row.kind)
-            for key, value in samples[row.name].items():
-                labels = {label.name: word for label, word in zip(row.labels, key, strict=True)}
-                if isinstance(value, Histogram):
-                    value.add_to(family, labels)
-                else:
-                    family.add_sample(row.name, labels, value)
-            yield family
+        """All families in the order of the table."""
+        return iter(self._shown or map(self._family, TABLE))
 
-    def _samples(self) -> dict[str, Mapping[tuple[str, ...], float | Histogram]]:
-        workers = list(self._source.workers())
-        view = self._nats_view()
-        return {
-            "baton_requests_total": self._requests,
-            "baton_request_duration_seconds": {(r,): h for r, h in self._durations.items()},
-            "baton_time_to_first_token_seconds": {(r,): h for r, h in self._first_tokens.items()},
-            "baton_requests_open": self._open_requests(),
-            "baton_transitions_total": self._transitions(),
-            "baton_worker_requests_total": self._worker_requests,
-            "baton_stream_outcome_total": self._streams,
-            "baton_worker_inflight": {(w.id,): w.inflight for w in workers},
-            "baton_worker_state": _one_hot(((w.id, w.state) for w in workers), WORKER.states),
-            "baton_breaker_state": _one_hot(
-                ((w.id, w.breaker.state) for w in workers), BREAKER.states
-            ),
-            "baton_retries_total": {
-                (edge.fact,): self._edges[REQUEST.name][id(edge)] for edge in RETRIES
-            },
-            "baton_migrations_total": self._migrations,
-            "baton_migrations_failed_total": self._migrations_failed,
-            "baton_completed_locally_total": self._completed_locally,
-            "baton_migration_gap_seconds": {(): self._gaps},
-            "baton_migration_carried_tokens": {(): self._carried},
-            "baton_poisoned_total": self._poisoned,
-            "baton_engine_aborts_total": self._aborts,
-            "baton_pd_prefill_failures_total": self._prefill_failures,
-            "baton_breaker_overridden_total": self._overridden,
-            "baton_internal_errors_total": self._internal_errors,
-            "baton_nats_connected": {} if view is None else {(): int(view.is_connected)},
-            "baton_nats_missed_total": self._nats_missed,
-            "baton_registry_seconds_since_sync": (
-                {} if view is None else {(): view.seconds_since_sync}
-            ),
-            "baton_registry_entries": {} if view is None else {(): view.entries},
-            "baton_registry_refused_total": {} if view is None else {(): view.refused},
-            "baton_registry_lost_total": self._nats_lost,
-        }
+    def _family(self, row: Metric) -> Family:
+        family = Family(row.name.removesuffix("_total"), row.help, row.kind)
+        for key, value in self._samples(row.name):
+            labels = {label.name: word for label, word in zip(row.labels, key, strict=True)}
+            if isinstance(value, Histogram):
+                value.add_to(family, labels)
+            else:
+                family.add_sample(row.name, labels, value)
+        return family
+
+    def _samples(self, name: str) -> Samples:
+        """Label values, in the order of the table, and what is counted or seen now."""
+        counts = self._counted.get(name)
+        if counts is None:
+            return self._seen(name)
+        # It may change while the page is made.
+        keys = _KEYS_OF_WORKER.get(name)
+        if keys is None:
+            return list(counts.items())
+        found = (keys(worker, sorted(roles)) for worker, roles in list(self._roles.items()))
+        return ((key, counts[key]) for some in found for key in some if key in counts)
+
+    def _seen(self, name: str) -> Samples:
+        """What is read from live objects, one after the other."""
+        source, view = self._source, self._nats_view()
+        match name:
+            case "baton_request_duration_seconds":
+                return (((route,), each) for route, each in self._durations.items())
+            case "baton_time_to_first_token_seconds":
+                return (((route,), each) for route, each in self._first_tokens.items())
+            case "baton_migration_gap_seconds":
+                return [((), self._gaps)]
+            case "baton_migration_carried_tokens":
+                return [((), self._carried)]
+            case "baton_requests_open":
+                return self._open_requests().items()
+            case "baton_transitions_total":
+                return self._transitions().items()
+            case "baton_retries_total":
+                taken = self._edges[REQUEST.name]
+                return (((edge.fact,), taken[id(edge)]) for edge in RETRIES)
+            case "baton_worker_inflight":
+                return (((each.id,), each.inflight) for each in source.workers())
+            case "baton_worker_state":
+                return _one_hot(((w.id, w.state) for w in source.workers()), WORKER.states)
+            case "baton_breaker_state":
+                states = ((each.id, each.breaker.state) for each in source.workers())
+                return _one_hot(states, BREAKER.states)
+        return [] if view is None else [((), _NATS_VIEW[name](view))]
 
     def _transitions(self) -> Counts:
         found: Counts = {}
@@ -327,6 +370,34 @@ def _count_for_worker(counts: Counts, key: tuple[str, ...]) -> None:
         counts[key] += 1
 
 
-def _one_hot(subjects: Iterable[tuple[str, Enum]], states: Iterable[Enum]) -> Counts:
+def _one_hot(
+    subjects: Iterable[tuple[str, Enum]], states: Iterable[Enum]
+) -> Iterator[tuple[tuple[str, str], int]]:
     names = list(states)
-    return {(id, each.value): int(each is state) for id, state in subjects for each in names}
+    for id, state in subjects:
+        for each in names:
+            yield (id, each.value), int(each is state)
+
+
+def _numbers(samples: Samples) -> Iterator[tuple[tuple[str, ...], float]]:
+    for key, value in samples:
+        assert not isinstance(value, Histogram)
+        yield key, value
+
+
+#: The series of one worker, by metric.
+_KEYS_OF_WORKER: dict[str, Callable[[str, list[str]], list[tuple[str, ...]]]] = {
+    "baton_worker_requests_total": lambda worker, roles: [
+        (worker, role, outcome) for role in roles for outcome in LEG_OUTCOMES
+    ],
+    "baton_stream_outcome_total": lambda worker, _: [
+        (worker, outcome) for outcome in STREAM_OUTCOMES
+    ],
+    "baton_breaker_overridden_total": lambda worker, _: [(worker,)],
+}
+_NATS_VIEW: dict[str, Callable[[NatsView], float]] = {
+    "baton_nats_connected": lambda view: int(view.is_connected),
+    "baton_registry_seconds_since_sync": lambda view: view.seconds_since_sync,
+    "baton_registry_entries": lambda view: view.entries,
+    "baton_registry_refused_total": lambda view: view.refused,
+}

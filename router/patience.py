@@ -2,6 +2,7 @@
 
 Silence alone is a matter of the deadlines. With a worker that nobody reaches it is the end: a real
 vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is already closed.
+A silence that the broker between was a part of blames no worker.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
     """One of the clocks of a leg has run out; `now` on Trio's clock, in seconds."""
     is_stalled = is_due(exchange.clocks.stall_due(leg), now)
     if (is_stalled or leg.is_error) and exchange.survives(leg, "stalled"):
+        return
+    if is_stalled and leg.is_excused():
         return
     if exchange.pair is not None and exchange.pair.meets_silence(leg, is_stalled=is_stalled):
         return

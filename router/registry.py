@@ -42,6 +42,10 @@ COMPLAIN_SECONDS = TTL_SECONDS
 SILENT_SECONDS = 2.0
 #: An entry that has expired is looked at again after this: its renewal may be on its way.
 SECOND_LOOK_SECONDS = 0.5
+NO_JETSTREAM = (
+    "the broker has no JetStream, so there is no registry and no work queue: start it with -js, "
+    "or name the workers (nats:ID)"
+)
 
 _log = structlog.get_logger("registry")
 
@@ -60,6 +64,8 @@ class View:
     """Workers that are registered, as far as is known."""
     refused: int
     """How often something in the registry was no entry."""
+    has_jetstream: bool | None = None
+    """The broker can keep a registry at all; None while that is not known."""
     trouble: str = ""
     """Why there is no view of it, for people."""
 
@@ -134,6 +140,7 @@ class Registry:
             seconds_since_sync=max(0.0, trio.current_time() - self._heard_at),
             entries=len(self._followed),
             refused=self.refused,
+            has_jetstream=self.broker.has_jetstream,
             trouble="" if self.is_synced else self._trouble(),
         )
 
@@ -249,6 +256,8 @@ class Registry:
         _log.warning("registry", fact="unreadable", why=self._trouble(), bucket=self.bucket)
 
     def _trouble(self) -> str:
+        if self.broker.is_connected and self.broker.has_jetstream is False:
+            return NO_JETSTREAM
         if self.broker.is_connected:
             return "the broker is there, but not the registry (is JetStream on, and permitted?)"
         return f"the broker is away: {self.broker.trouble}".removesuffix(": ")

@@ -1,9 +1,11 @@
 """The model check as one call: every world explored, every promise reported.
 
-It decides nothing: whoever calls it looks at `Report.is_good` and chooses an exit status.
+It decides nothing: whoever calls it looks at `Report.is_good` and chooses an exit status. The deep
+check explores the same worlds with larger budgets: more workers, requests, tokens and faults. Each
+model is forgotten before the next one is begun, so memory is that of the largest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,10 @@ from attrs import frozen
 from statemachines import worlds
 from statemachines.explore import Found, Model, explore
 
-__all__ = ["Report", "models", "run_checks"]
+__all__ = ["Report", "deep_models", "models", "run_checks"]
+
+#: A deep model that grows past this has lost a bound.
+DEEP_WORLDS_MAX = 2_000_000
 
 
 @frozen
@@ -38,22 +43,29 @@ class Report:
         for each in self.found:
             for breach in each.broken:
                 lines += ["", f"{each.model}, {breach}"]
-        worlds_seen = sum(each.worlds for each in self.found)
         promises = sum(len(each.promises) for each in self.found)
         failed = sum(len(each.broken) for each in self.found)
-        lines += ["", f"{worlds_seen} states, {promises} promises, {failed} broken"]
+        lines += ["", f"{self.worlds} states, {promises} promises, {failed} broken"]
         return lines
 
+    @property
+    def worlds(self) -> int:
+        """All states that were seen."""
+        return sum(each.worlds for each in self.found)
 
-def run_checks(tell: Callable[[str, int, int], None] | None = None) -> Report:
-    """Explore every world to its end; takes about a second.
+
+def run_checks(
+    tell: Callable[[str, int, int], None] | None = None, *, deep: bool = False
+) -> Report:
+    """Explore every world to its end; takes seconds, or with `deep` minutes.
 
     `tell` hears of progress: the model, the worlds that were looked at, those that wait.
     """
     found = []
-    for model in models():
+    for model in deep_models() if deep else models():
         progress = None if tell is None else partial(tell, model.name)
-        found.append(explore(model, progress=progress))
+        worlds_max = DEEP_WORLDS_MAX if deep else None
+        found.append(explore(model, progress=progress, worlds_max=worlds_max))
     return Report(tuple(found))
 
 
@@ -67,4 +79,18 @@ def models() -> list[Model[Any]]:
         worlds.worker(),
         worlds.router(),
         worlds.handback(),
+        worlds.fleet(),
+        worlds.wire(),
     ]
+
+
+def deep_models() -> Iterator[Model[Any]]:
+    """The same models with larger budgets, at least a million states in all."""
+    yield worlds.life(retries=3, moves=3, workers=6)
+    yield worlds.pair(budgets=[(2, 2, 5)])
+    yield worlds.breaker(requests=14)
+    yield worlds.worker(probes=40, drains=4)
+    yield worlds.router(requests=20)
+    yield worlds.handback(frames=50)
+    yield worlds.fleet(requests=4)
+    yield worlds.wire(faults=2, kinds=[(True, True, 3), (False, False, 2)])

@@ -2,18 +2,21 @@
 
 Of what *sometimes* holds the path leads to a world in which it does. What *always* holds is put to
 the test where the change of a single thing about the world, to a value that it could have, would
-break it; a promise without such a world promises nothing. That things end is shown by the
-longest way to an end, there being no shortcut to it.
+break it; a promise without such a world promises nothing. What *eventually* comes true is shown
+where it does so as far from the start as it can; that things end, by the furthest end.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import attrs
+from attrs import frozen
 
-from statemachines.explore import Model, Path, path_lines, path_to
+from statemachines.eventually import Due, evasion, last_to_come
+from statemachines.explore import Model, Path, path_lines, path_on
+from statemachines.graph import EndsFirst, Graph
 
 __all__ = ["Ambiguous", "explain", "explain_all", "explanations"]
 
@@ -49,7 +52,9 @@ def _meant(model: Model[Any], words: str) -> Iterator[str]:
 
 
 def _is_same(promise: str, words: str) -> bool:
-    return words.lower() in (promise.lower(), promise.lower().removeprefix("sometimes "))
+    whole = promise.lower()
+    bare = whole.removeprefix("sometimes ").removeprefix("eventually ")
+    return words.lower() in (whole, bare)
 
 
 def explain(model: Model[W], promise: str) -> str:
@@ -72,67 +77,94 @@ def _explain(walk: "_Walk[W]", promise: str) -> str:
         text, path = _of_always(walk, model.always[promise])
     elif promise in model.between:
         text, path = _of_between(walk, model.between[promise])
+    elif promise in model.dues:
+        text, path = _of_eventually(walk, model.dues[promise])
     else:
         text, path = _of_all(walk)
     return "\n".join([f"{model.name}: {promise}", f"  {text}", *(path and ["", *path_lines(path)])])
 
 
 def _of_sometimes(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]:
-    for world in walk.parents:
+    for number, world in enumerate(walk.worlds):
         if holds(world):
-            path = walk.path(world)
+            path = walk.path(number)
             return f"The shortest way there, {_steps(path)}:", path
     return "It never does: this promise is broken.", ()
 
 
 def _of_always(walk: "_Walk[W]", holds: Callable[[W], bool]) -> tuple[str, Path]:
-    for world in walk.parents:
+    for number, world in enumerate(walk.worlds):
         if not holds(world):
-            path = walk.path(world)
+            path = walk.path(number)
             return f"It does not hold after {_steps(path)}:", path
     # Where everything begins most promises are easy to keep.
-    for world in (*list(walk.parents)[len(walk.model.starts) :], *walk.model.starts):
-        for name, value, changed in walk.neighbours(world):
+    starts = walk.graph.starts
+    for number in (*range(len(starts), len(walk.worlds)), *starts):
+        world = walk.worlds[number]
+        for change, changed in walk.neighbours(world):
             if _breaks(holds, changed):
-                path = walk.path(world)
-                return f"Put to the test after {_steps(path)}; {_if_only(world, name, value)}", path
+                path = walk.path(number)
+                return f"Put to the test after {_steps(path)}; {change}", path
     return NEVER, ()
 
 
 def _of_between(walk: "_Walk[W]", fits: Callable[[W, str, W], bool]) -> tuple[str, Path]:
-    steps = [(world, *step) for world in walk.parents for step in walk.model.steps(world)]
-    for world, word, after in steps:
-        if not fits(world, word, after):
-            path = walk.path(world, (word, after))
+    for number, word, after in walk.steps():
+        if not fits(walk.worlds[number], word, after):
+            path = walk.path(number, (word, after))
             return f"It does not hold after {_steps(path)}:", path
-    for world, word, after in steps:
-        for name, value, changed in walk.neighbours(after):
+    for number, word, after in walk.steps():
+        world = walk.worlds[number]
+        for change, changed in walk.neighbours(after):
             if _breaks(fits, world, word, changed):
-                path = walk.path(world, (word, after))
-                text = f"Put to the test by the last of {_steps(path)}; "
-                return text + _if_only(after, name, value), path
-        for name, value, changed in walk.neighbours(world):
+                path = walk.path(number, (word, after))
+                return f"Put to the test by the last of {_steps(path)}; {change}", path
+        for change, changed in walk.neighbours(world):
             if _breaks(fits, changed, word, after):
-                path = walk.path(world, (word, after))
-                text = f"Put to the test by the last of {_steps(path)}; before it, "
-                return text + _if_only(world, name, value), path
+                path = walk.path(number, (word, after))
+                return f"Put to the test by the last of {_steps(path)}; before it, {change}", path
     return NEVER, ()
 
 
+def _of_eventually(walk: "_Walk[W]", due: Due[W]) -> tuple[str, Path]:
+    graph = walk.graph
+    if (evaded := evasion(graph, due, walk.ends_first)) is not None:
+        path = path_on(walk.model, graph, evaded.way)
+        how = "the last world comes back" if evaded.comes_back else "there it ends"
+        return f"It does not come true in {_steps(path)}, and {how}:", path
+    if (found := last_to_come(graph, due)) is None:
+        return NEVER_DUE, ()
+    way, since = found
+    path = path_on(walk.model, graph, way)
+    began = "" if due.since is None else f"Due since step {since}, it "
+    return f"{began or 'It '}comes true with the last of {_steps(path)}, nowhere later:", path
+
+
 def _of_all(walk: "_Walk[W]") -> tuple[str, Path]:
-    ends = [world for world in walk.parents if walk.model.is_over(world)]
+    ends = [number for number, world in enumerate(walk.worlds) if walk.model.is_over(world)]
     if not ends:
         return "Nothing in this model is ever over.", ()
     path = walk.path(ends[-1])
-    text = f"{len(walk.parents):,} worlds, {len(ends):,} of them ends. The furthest one, "
+    text = f"{len(walk.worlds):,} worlds, {len(ends):,} of them ends. The furthest one, "
     return f"{text}{_steps(path)}:", path
 
 
+NEVER_DUE = "It is never due: it promises nothing."
 NEVER = "No change of a single thing in any world would break it: it promises nothing."
 
 
-def _if_only(world: object, name: str, value: object) -> str:
-    return f"it would break if `{name}` were {_said(value)} and not {_said(getattr(world, name))}:"
+@frozen
+class _Change:
+    """One thing about a world, and what it could be instead."""
+
+    name: str
+    value: object
+    other: object
+
+    def __str__(self) -> str:
+        return (
+            f"it would break if `{self.name}` were {_said(self.other)} and not {_said(self.value)}:"
+        )
 
 
 def _said(value: object) -> str:
@@ -160,9 +192,32 @@ def _with_others(seen: Iterable[object]) -> dict[object, None]:
     for value in list(found):
         if isinstance(value, Enum):
             found.update(dict.fromkeys(type(value)))
-        elif isinstance(value, int) and not isinstance(value, bool):
+        elif isinstance(value, bool):
+            found.update({True: None, False: None})
+        elif isinstance(value, int):
             found.update({value - 1: None, value + 1: None})
     return found
+
+
+class _Part(Protocol):
+    """One of several things alike that a world has, as a named tuple."""
+
+    def _asdict(self) -> dict[str, Hashable]: ...
+    def _replace(self, **changes: object) -> Self: ...
+
+
+def _things(world: object) -> Iterator[tuple[str, Hashable]]:
+    """What a world is made of, by name; one that is no class has no names."""
+    kind: type = type(world)
+    if attrs.has(kind):
+        for each in attrs.fields(kind):
+            yield each.name, getattr(world, each.name)
+
+
+def _parts(value: object) -> Sequence[_Part]:
+    is_several = isinstance(value, tuple) and all(hasattr(each, "_asdict") for each in value)
+    # What a named tuple has, the type checker does not see through `hasattr`.
+    return cast(Sequence[_Part], value) if is_several else ()
 
 
 class _Walk(Generic[W]):
@@ -170,33 +225,60 @@ class _Walk(Generic[W]):
 
     def __init__(self, model: Model[W]) -> None:
         self.model = model
-        self.parents: dict[W, tuple[W, str] | None] = dict.fromkeys(model.starts)
-        todo = deque(self.parents)
-        while todo:
-            world = todo.popleft()
-            for word, after in model.steps(world):
-                if after not in self.parents:
-                    self.parents[after] = (world, word)
-                    todo.append(after)
+        self.graph = Graph(model.starts, model.steps).complete()
+        self.worlds = self.graph.worlds
         self._values = self._seen_values()
 
+    @cached_property
+    def ends_first(self) -> EndsFirst:
+        return self.graph.ends_first()
+
     def _seen_values(self) -> dict[str, list[object]]:
-        kind: type = type(next(iter(self.parents)))
-        names = [each.name for each in attrs.fields(kind)] if attrs.has(kind) else []
-        return {
-            name: list(_with_others(getattr(world, name) for world in self.parents))
-            for name in names
-        }
+        """What each thing about a world is somewhere, by its name; parts of lists by theirs."""
+        seen: dict[str, dict[object, None]] = {}
+        for world in self.worlds:
+            for name, value in _things(world):
+                seen.setdefault(name, {})[value] = None
+                for part in _parts(value):
+                    for field, each in part._asdict().items():
+                        seen.setdefault(f"{name}.{field}", {})[each] = None
+        return {name: list(_with_others(values)) for name, values in seen.items()}
 
-    def neighbours(self, world: W) -> Iterator[tuple[str, object, W]]:
+    def steps(self) -> Iterator[tuple[int, str, W]]:
+        """Every step, by the number of the world that it leaves."""
+        for number, world in enumerate(self.worlds):
+            for word, after in self.model.steps(world):
+                yield number, word, after
+
+    def neighbours(self, world: W) -> Iterator[tuple[_Change, W]]:
         """The world with one thing changed to what it is somewhere else."""
-        for name, values in self._values.items():
-            for value in values:
-                if value != getattr(world, name):
-                    # Only worlds of attrs have names to change.
-                    yield name, value, attrs.evolve(world, **{name: value})  # type: ignore[misc]
+        things = list(_things(world))
+        make: Callable[..., W] = type(world)
+        values = [value for _, value in things]
+        for place, (name, value) in enumerate(things):
+            before, behind = values[:place], values[place + 1 :]
+            for change, changed in self._changes(name, value):
+                if change.value != change.other:
+                    yield change, make(*before, changed, *behind)
 
-    def path(self, world: W, step: tuple[str, W] | None = None) -> Path:
+    def _changes(self, name: str, value: Hashable) -> Iterator[tuple[_Change, object]]:
+        if parts := _parts(value):
+            yield from self._changed_parts(name, parts)
+        else:
+            yield from ((_Change(name, value, other), other) for other in self._values[name])
+
+    def _changed_parts(
+        self, name: str, parts: Sequence[_Part]
+    ) -> Iterator[tuple[_Change, tuple[_Part, ...]]]:
+        """One thing about one of several alike."""
+        for place, part in enumerate(parts):
+            before, behind = tuple(parts[:place]), tuple(parts[place + 1 :])
+            for field, value in part._asdict().items():
+                for other in self._values[f"{name}.{field}"]:
+                    change = _Change(f"{name}[{place}].{field}", value, other)
+                    yield change, (*before, part._replace(**{field: other}), *behind)
+
+    def path(self, number: int, step: tuple[str, W] | None = None) -> Path:
         """How the world is reached, and one more step if there is one."""
-        path = path_to(self.model, self.parents, world)
+        path = path_on(self.model, self.graph, self.graph.way_to(number))
         return path if step is None else (*path, (step[0], self.model.show(step[1])))

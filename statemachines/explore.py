@@ -3,18 +3,20 @@
 A model is a start, the steps that could happen in a world, and properties that read as sentences.
 *Always* properties hold in every world, *never between* ones judge a step by its two ends, and
 *sometimes* ones must hold in at least one world, lest a model in which nothing happens prove
-everything. "It always ends" needs no temporal logic: every world that is not over has a step, and
-the graph of worlds has no cycle. Parent pointers make the first path that breaks a promise the
-shortest one.
+everything. *Eventually* ones come true at last on every way, from the start or whenever something
+else holds. Worlds are found nearest first, so the first path that breaks a promise is the shortest.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 from attrs import field, frozen
 
-__all__ = ["Broken", "Found", "Model", "Path", "explore", "path_lines", "path_to"]
+from statemachines.eventually import Due, evasion, way_back
+from statemachines.graph import Graph
+
+__all__ = ["Broken", "Found", "Model", "Path", "explore", "path_lines", "path_on"]
 
 W = TypeVar("W", bound=Hashable)
 
@@ -42,19 +44,33 @@ class Model(Generic[W]):
     sometimes: Mapping[str, Callable[[W], bool]]
     #: Judged on the world before, the word for what happened, and the world after.
     between: Mapping[str, Callable[[W, str, W], bool]] = field(factory=dict)
+    #: Comes true at last, on whichever way things go.
+    eventually: Mapping[str, Callable[[W], bool]] = field(factory=dict)
+    #: Whenever the first holds, the second comes true at last.
+    whenever: Mapping[str, tuple[Callable[[W], bool], Callable[[W], bool]]] = field(factory=dict)
     #: The columns of a printed path.
     show: Callable[[W], Mapping[str, str]] = lambda world: {"world": repr(world)}
 
     @property
     def promises(self) -> list[str]:
         """Every sentence that is checked, in the order in which it is reported."""
-        return [*self.always, *self.between, *map(_sometimes, self.sometimes), STUCK, CYCLE, RAISED]
+        return [*self.always, *self.between, *map(_sometimes, self.sometimes), *self.dues,
+                STUCK, CYCLE, RAISED]  # fmt: skip
+
+    @property
+    def dues(self) -> dict[str, Due[W]]:
+        """What must come true at last, by its whole sentence."""
+        from_the_start = {name: Due(None, until) for name, until in self.eventually.items()}
+        others = {name: Due(since, until) for name, (since, until) in self.whenever.items()}
+        return {f"eventually {name}": due for name, due in (from_the_start | others).items()}
 
 
 #: Promises of every model.
 STUCK = "something can always happen until it is over"
 CYCLE = "it ends: no world comes back"
 RAISED = "no fact is illegal where it can happen"
+
+COMES_BACK = "the last world below comes back"
 
 
 @frozen
@@ -83,118 +99,99 @@ class Found:
 
 
 def explore(
-    model: Model[W], *, until_broken: bool = False, progress: Progress | None = None
+    model: Model[W],
+    *,
+    until_broken: bool = False,
+    progress: Progress | None = None,
+    worlds_max: int | None = None,
 ) -> Found:
     """Visit every world of the model and judge it; stop at the first breach if asked to."""
-    walk = _Walk(model, progress)
+    walk = _Walk(model, progress, WORLDS_MAX if worlds_max is None else worlds_max)
     broken = {each.promise: each for each in walk.breaches(until_broken)}
     if not (until_broken and broken):
-        broken |= {each.promise: each for each in walk.verdicts_at_the_end()}
+        late = islice(walk.verdicts_at_the_end(), 1 if until_broken else None)
+        broken |= {each.promise: each for each in late}
     return Found(
         model=model.name,
-        worlds=len(walk.parents),
-        steps=sum(map(len, walk.onward.values())),
+        worlds=len(walk.graph),
+        steps=walk.graph.step_count,
         promises=tuple(model.promises),
         broken=tuple(broken[promise] for promise in model.promises if promise in broken),
     )
 
 
 class _Walk(Generic[W]):
-    def __init__(self, model: Model[W], progress: Progress | None) -> None:
+    def __init__(self, model: Model[W], progress: Progress | None, worlds_max: int) -> None:
         self.model = model
         self.progress = progress
-        self.parents: dict[W, tuple[W, str] | None] = dict.fromkeys(model.starts)
-        self.onward: dict[W, list[W]] = {}
+        self.worlds_max = worlds_max
+        self.graph = Graph(model.starts, model.steps)
         self.unseen = set(model.sometimes)
 
     def breaches(self, until_broken: bool) -> Iterator[Broken]:
         """Walk, reporting each promise the first time it breaks, which is by the shortest path."""
         seen: set[str] = set()
-        todo = deque(self.parents)
-        while todo:
-            world = todo.popleft()
-            if self.progress is not None and len(self.onward) % PROGRESS_EVERY == 0:
-                self.progress(len(self.onward), len(todo) + 1)
-            for broken in self._judge(world, todo):
+        graph = self.graph
+        while (number := graph.looked_at) < len(graph):
+            if self.progress is not None and number % PROGRESS_EVERY == 0:
+                self.progress(number, len(graph) - number)
+            for broken in self._judge(number):
                 if broken.promise not in seen:
                     seen.add(broken.promise)
                     yield broken
                 if until_broken:
                     return
 
-    def _judge(self, world: W, todo: deque[W]) -> Iterator[Broken]:
-        model = self.model
+    def _judge(self, number: int) -> Iterator[Broken]:
+        model, graph = self.model, self.graph
+        world = graph.worlds[number]
         for promise, holds in model.always.items():
             if not holds(world):
-                yield Broken(promise, self._path(world))
-        self.unseen -= {name for name in self.unseen if model.sometimes[name](world)}
-        following = self.onward[world] = []
+                yield Broken(promise, self._path(number))
+        if self.unseen:
+            self.unseen -= {name for name in self.unseen if model.sometimes[name](world)}
         try:
-            for word, after in model.steps(world):
-                following.append(after)
-                if after not in self.parents:
-                    self.parents[after] = (world, word)
-                    todo.append(after)
+            for word, after in graph.look():
                 for promise, fits in model.between.items():
                     if not fits(world, word, after):
-                        yield Broken(promise, (*self._path(world), (word, model.show(after))))
+                        yield Broken(promise, (*self._path(number), (word, model.show(after))))
         except Exception as error:
-            yield Broken(RAISED, self._path(world), note=str(error))
+            yield Broken(RAISED, self._path(number), note=str(error))
             return
-        if len(self.parents) > WORLDS_MAX:
-            raise RuntimeError(f"{model.name}: more than {WORLDS_MAX} worlds; a bound is missing")
-        if not following and not model.is_over(world):
-            yield Broken(STUCK, self._path(world))
+        if len(graph) > self.worlds_max:
+            raise RuntimeError(
+                f"{model.name}: more than {self.worlds_max} worlds; a bound is missing"
+            )
+        if not graph.onward(number) and not model.is_over(world):
+            yield Broken(STUCK, self._path(number))
 
     def verdicts_at_the_end(self) -> Iterator[Broken]:
         for name in self.model.sometimes:
             if name in self.unseen:
                 yield Broken(_sometimes(name))
-        if (returning := _on_a_cycle(self.onward)) is not None:
-            yield Broken(CYCLE, self._path(returning), note="the last world below comes back")
+        worlds = self.graph.ends_first()
+        if worlds.returning:
+            path = self._path(self._on_a_cycle(worlds.returning))
+            yield Broken(CYCLE, path, note=COMES_BACK)
+        for promise, due in self.model.dues.items():
+            if (found := evasion(self.graph, due, worlds)) is not None:
+                path = path_on(self.model, self.graph, found.way)
+                yield Broken(promise, path, note=COMES_BACK if found.comes_back else "")
 
-    def _path(self, world: W) -> Path:
-        return path_to(self.model, self.parents, world)
+    def _on_a_cycle(self, returning: Sequence[int]) -> int:
+        """The nearest world that comes back, of those that do or lead to one."""
+        among = set(returning)
+        onward = {n: [each for each in self.graph.onward(n) if each in among] for n in returning}
+        return next(number for number in returning if way_back(onward, number) is not None)
+
+    def _path(self, number: int) -> Path:
+        return path_on(self.model, self.graph, self.graph.way_to(number))
 
 
-def path_to(model: Model[W], parents: Mapping[W, tuple[W, str] | None], world: W) -> Path:
-    """The steps that lead to a world, and what is shown of each world on the way."""
-    path: list[tuple[str, Mapping[str, str]]] = []
-    at: W | None = world
-    while at is not None:
-        parent = parents[at]
-        path.append((parent[1] if parent else "", model.show(at)))
-        at = parent[0] if parent else None
-    return tuple(reversed(path))
-
-
-def _on_a_cycle(onward: Mapping[W, list[W]]) -> W | None:
-    """A world that can come back, if there is one.
-
-    Worlds with nowhere left to go are taken away again and again; whoever walks among those that
-    remain must return to where he was.
-    """
-    backward: dict[W, list[W]] = {}
-    for world, following in onward.items():
-        for after in following:
-            backward.setdefault(after, []).append(world)
-    left = {world: len(following) for world, following in onward.items()}
-    todo = [world for world, count in left.items() if count == 0]
-    while todo:
-        gone = todo.pop()
-        del left[gone]
-        for before in backward.get(gone, ()):
-            left[before] -= 1
-            if left[before] == 0:
-                todo.append(before)
-    if not left:
-        return None
-    walked: set[W] = set()
-    at = next(iter(left))
-    while at not in walked:
-        walked.add(at)
-        at = next(after for after in onward[at] if after in left)
-    return at
+def path_on(model: Model[W], graph: Graph[W], way: Sequence[int]) -> Path:
+    """What happens on a way, and what is shown of each world on it."""
+    shown = [model.show(graph.worlds[number]) for number in way]
+    return tuple(zip(graph.words_on(way), shown, strict=True))
 
 
 def _sometimes(name: str) -> str:

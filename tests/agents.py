@@ -82,6 +82,8 @@ class Asked:
     #: When a heartbeat came that takes no number.
     beats: list[float] = field(factory=list)
     changed: trio.Event = field(factory=trio.Event)
+    #: Nobody listens at its inbox any more, and nobody says so.
+    vanish: Callable[[], None] = lambda: None
 
     @property
     def kinds(self) -> list[str]:
@@ -221,7 +223,8 @@ class Stage:
                 asked.frames.append(Frame(kind, message.payload, message.headers, now))
             asked.changed.set()
 
-        self.router.subscribe(inbox, take, on_lost=lambda _: None)
+        subscription = self.router.subscribe(inbox, take, on_lost=lambda _: None)
+        asked.vanish = subscription.close
         return asked
 
     def cancel(self, asked: Asked | str) -> None:

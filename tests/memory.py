@@ -180,19 +180,22 @@ class MemoryStream(trio.abc.HalfCloseableStream):
     def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:
         self.incoming = incoming
         self.outgoing = outgoing
-        self._may_read = trio.Event()
-        self._may_write = trio.Event()
+        #: Of whoever waits to read, and to write.
+        self._may_read: trio.Event | None = None
+        self._may_write: trio.Event | None = None
         self._is_closed = False
         incoming.on_readable = self._wake_reader
         outgoing.on_writable = self._wake_writer
 
     def _wake_reader(self) -> None:
-        self._may_read.set()
-        self._may_read = trio.Event()
+        if self._may_read is not None:
+            self._may_read.set()
+            self._may_read = None
 
     def _wake_writer(self) -> None:
-        self._may_write.set()
-        self._may_write = trio.Event()
+        if self._may_write is not None:
+            self._may_write.set()
+            self._may_write = None
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await trio.lowlevel.checkpoint()
@@ -201,6 +204,8 @@ class MemoryStream(trio.abc.HalfCloseableStream):
             try:
                 rest = rest[self._checked(self.outgoing).put(bytes(rest[:PIPE_BYTES])) :]
             except BlockingIOError:
+                if self._may_write is None:
+                    self._may_write = trio.Event()
                 await self._may_write.wait()
             except OSError as error:
                 raise trio.BrokenResourceError from error
@@ -214,6 +219,8 @@ class MemoryStream(trio.abc.HalfCloseableStream):
             try:
                 return self._checked(self.incoming).take(max_bytes or PIPE_BYTES)
             except BlockingIOError:
+                if self._may_read is None:
+                    self._may_read = trio.Event()
                 await self._may_read.wait()
             except OSError as error:
                 raise trio.BrokenResourceError from error

@@ -30,6 +30,8 @@ from router.wires.nats.broker import (
     Change,
     ChangeKind,
     Message,
+    NoConsumer,
+    NoJetStream,
     OnChanges,
     OnJobs,
     OnLost,
@@ -45,15 +47,21 @@ T = TypeVar("T")
 
 
 @define(eq=False)
-class Loss:
-    """Messages that will not arrive."""
+class Mishap:
+    """Messages that will not arrive as they should."""
 
     pattern: str
-    left: int
-    #: As a slow consumer: the subscription is told. Otherwise nobody is.
-    told: bool
+    left: int = 1
     #: How many match and still arrive before the first that does not.
     after: int = 0
+    #: Of lost ones, as a slow consumer: the subscription is told. Otherwise nobody is.
+    told: bool = False
+    #: How often it arrives, and how much too late.
+    copies: int = 0
+    seconds: float = 0.0
+
+
+ALL_IS_WELL = Mishap("", copies=1)
 
 
 @define(eq=False)
@@ -108,15 +116,17 @@ class MemoryServer:
         self.brokers: list[MemoryBroker] = []
         self.streams: dict[str, Stream] = {}
         self.buckets: dict[str, Entries] = {}
+        #: A server that was started without: what is kept is refused.
+        self.has_jetstream = True
         #: Everything that was ever published, for a test to look at.
         self.published: list[Message] = []
         self.names = count(1)
-        self._losses: list[Loss] = []
+        self._mishaps: list[Mishap] = []
         self._queue: deque[tuple[MemoryBroker, Message]] = deque()
         self._work: deque[Callable[[], None]] = deque()
         self._is_stalled = False
         self._is_woken = False
-        self._timer: trio.CancelScope | None = None
+        self._strikes_at = float("inf")
 
     def broker(self, *, is_connected: bool = True) -> MemoryBroker:
         """A connection, made now if the server is there."""
@@ -168,7 +178,15 @@ class MemoryServer:
 
     def lose(self, pattern: str, *, times: int = 1, after: int = 0, told: bool = False) -> None:
         """Do not deliver the next messages to `pattern`; `told` to the subscriber by on_lost."""
-        self._losses.append(Loss(pattern, times, told, after))
+        self._mishaps.append(Mishap(pattern, times, after, told))
+
+    def repeat(self, pattern: str, *, after: int = 0) -> None:
+        """Deliver a message to `pattern` twice, as a sender that is not sure does."""
+        self._mishaps.append(Mishap(pattern, after=after, copies=2))
+
+    def delay(self, pattern: str, seconds: float, *, after: int = 0) -> None:
+        """Deliver a message to `pattern` later than those that were published after it."""
+        self._mishaps.append(Mishap(pattern, after=after, copies=1, seconds=seconds))
 
     # What the brokers do with it.
 
@@ -212,13 +230,14 @@ class MemoryServer:
     ) -> None:
         interested = list(self._interested(message.subject))
         is_stored = self._store_published(sender, message, batches)
-        lost = self._is_lost(message.subject)
-        if lost is not None:
-            for each in interested if lost.told else ():
-                each.on_lost("slow consumer: messages were dropped")
+        mishap = self._find_mishap(message.subject) or ALL_IS_WELL
+        for each in interested if mishap.told else ():
+            each.on_lost("slow consumer: messages were dropped")
+        if mishap.seconds:
+            trio.lowlevel.spawn_system_task(self._come_late, sender, message, mishap.seconds)
             return
         for each in interested:
-            batches.setdefault(each, []).append(message)
+            batches.setdefault(each, []).extend([message] * mishap.copies)
         if not interested and not is_stored and message.reply:
             self._answer(batches, message.reply, b"", {STATUS: NO_RESPONDERS})
 
@@ -256,17 +275,23 @@ class MemoryServer:
                     if matches(each.subject, subject):
                         yield each
 
-    def _is_lost(self, subject: str) -> Loss | None:
-        for loss in self._losses:
-            if matches(loss.pattern, subject):
-                if loss.after:
-                    loss.after -= 1
+    def _find_mishap(self, subject: str) -> Mishap | None:
+        for mishap in self._mishaps:
+            if matches(mishap.pattern, subject):
+                if mishap.after:
+                    mishap.after -= 1
                     continue
-                loss.left -= 1
-                if not loss.left:
-                    self._losses.remove(loss)
-                return loss
+                mishap.left -= 1
+                if not mishap.left:
+                    self._mishaps.remove(mishap)
+                return mishap
         return None
+
+    async def _come_late(self, sender: MemoryBroker, message: Message, seconds: float) -> None:
+        await trio.sleep(seconds)
+        if self.is_up:
+            self._queue.append((sender, message))
+            self.wake()
 
     # Work queues.
 
@@ -288,10 +313,7 @@ class MemoryServer:
     # Time.
 
     def _schedule(self) -> None:
-        """One timer for the next end of a life."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """One timer for the next end of a life; one that strikes too early does no harm."""
         moments = [end for each in self.buckets.values() for _, end in each.values.values()]
         moments += [
             at + durable.ack_wait_seconds
@@ -303,14 +325,15 @@ class MemoryServer:
         moments += [
             stored.until for stream in self.streams.values() for stored in stream.stored.values()
         ]
-        if moments:
-            self._timer = trio.CancelScope(deadline=float("inf"))
-            trio.lowlevel.spawn_system_task(self._age, self._timer, min(moments))
+        until = min(moments, default=float("inf"))
+        if until < self._strikes_at:
+            self._strikes_at = until
+            trio.lowlevel.spawn_system_task(self._age, until)
 
-    async def _age(self, scope: trio.CancelScope, until: float) -> None:
-        with scope:
-            await trio.sleep_until(until)
-            self._timer = None
+    async def _age(self, until: float) -> None:
+        await trio.sleep_until(until)
+        if until == self._strikes_at:
+            self._strikes_at = float("inf")
             self.expire()
             self.wake()
 
@@ -448,12 +471,18 @@ class MemoryBroker:
     ) -> MemoryWorkQueue:
         return MemoryWorkQueue(self, stream, tuple(subjects), max_messages, max_age_seconds)
 
+    @property
+    def has_jetstream(self) -> bool | None:
+        return self.server.has_jetstream
+
     async def ask(self) -> None:
         """What a round trip to the server is: it may hang, or break."""
         self.need_connection()
         if not await self.settle(5.0):
             raise BrokerError("no answer in time")
         self.need_connection()
+        if not self.server.has_jetstream:
+            raise NoJetStream
 
 
 @define(eq=False)
@@ -493,6 +522,8 @@ class MemoryWatch:
 
     def begin(self) -> None:
         """Tell all that is present."""
+        if not self.broker.server.has_jetstream:
+            return
         entries = self.broker.server.buckets.setdefault(self.bucket, Entries(self.ttl_seconds))
         self.waiting.clear()
         for key, (value, _) in entries.values.items():
@@ -679,7 +710,7 @@ class MemoryWorkQueue:
         stream = self.found()
         consumer = stream.durables.get(durable)
         if consumer is None:
-            raise BrokerError(f"no consumer {durable}")
+            raise NoConsumer(f"no consumer {durable}")
         ours = [s for s in stream.stored.values() if matches(consumer.subject, s.message.subject)]
         waiting = sum(1 for each in ours if each.sequence not in consumer.handed)
         return Backlog(waiting, len(consumer.handed))

@@ -122,6 +122,12 @@ class Peer:
             each.is_over = True
             each.scope.cancel()
 
+    def give_back(self) -> None:
+        """As one that does not ask what can move: everything is handed back, now."""
+        for each in list(self.running.values()):
+            each.say("error", NOTICE)
+            each.scope.cancel()
+
     def drain(self) -> None:
         """Its window is over: nothing new, and what can move is handed back, the rest ended."""
         self.is_draining = True

@@ -55,6 +55,7 @@ class NatsServer:
     #: Lines for the configuration file, such as `max_payload: 65536`.
     settings: str = ""
     port: int = field(factory=free_port)
+    has_jetstream: bool = True
     _process: subprocess.Popen[bytes] | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -87,9 +88,10 @@ class NatsServer:
         assert self._folder is not None
         folder = Path(self._folder.name)
         config, log = folder / "server.conf", folder / "server.log"
+        store = f'jetstream {{ store_dir: "{folder / "store"}" }}\n'
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\n'
-            f'jetstream {{ store_dir: "{folder / "store"}" }}\n{self.settings}\n'
+            f"{store if self.has_jetstream else ''}{self.settings}\n"
         )
         self._process = subprocess.Popen(
             [binary(), "-c", str(config), "-l", str(log)], stdin=subprocess.DEVNULL

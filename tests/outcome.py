@@ -259,6 +259,17 @@ class Outcome:
         found = {key: value for key, value in self.metrics.items() if key.startswith(name)}
         return {re.findall('="([a-z_]*)"', key)[0]: value for key, value in found.items()}
 
+    @property
+    def transcript(self) -> str:
+        """All that was seen, without ids and the real time: two runs of a plan say the same."""
+        lines = []
+        for got in self.got:
+            moments = [moment for moment, _ in got.pieces]
+            lines.append(f"{got.status} {got.ending} {got.ended_at} {moments} {got.normal!r}")
+        for ticket in self.tickets:
+            lines.append(" ".join(f"{at}:{edge.fact}:{edge.target}" for at, edge in ticket.history))
+        return "\n".join([*lines, f"{self.metrics} {self.connects} {self.stopped_at}"])
+
     def count(self, name: str, **labels: str) -> float:
         """A metric's value; 0 where the series does not exist."""
         return self.metrics.get(series(name, labels), 0.0)

@@ -17,7 +17,7 @@ import h11
 import msgspec
 import trio
 import trio.testing
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from router.app import App
 from router.config import Settings
@@ -25,11 +25,12 @@ from router.logs import configure
 from router.ticket import Ticket
 from router.workerspec import WorkerSpec
 from statemachines import REQUEST
+from tests.asking import requests_of, run_connection
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.memory_broker import MemoryServer
 from tests.outcome import Got, series
 from tests.plans import Client, Plan
-from tests.simulate import HOST, Lines, Run, read_metrics, requests_of, run_connection
+from tests.simulate import HOST, Lines, Run, draw_schedule, read_metrics, run_in_order
 
 BEGIN = 6.0
 READ_BYTES = 65536
@@ -293,6 +294,8 @@ class Pairs:
     #: Virtual seconds after the last client until everything must be given back.
     rest: float = 5.0
     cuts: int | None = None
+    #: As in `tests.plans`.
+    schedule: int | None = None
     #: A bug of ours is part of the story.
     has_bug: bool = False
     #: Called with the app before it runs.
@@ -401,9 +404,10 @@ def run(
 
 def play(pairs: Pairs) -> Result:
     """Run a plan and hold it to what holds for all."""
+    if pairs.schedule is None:
+        pairs = evolve(pairs, schedule=draw_schedule())
     try:
-        clock = trio.testing.MockClock(autojump_threshold=0)
-        return trio.run(_play, pairs, clock=clock, strict_exception_groups=True)
+        return run_in_order(pairs.schedule, _play, pairs)
     except BaseException as error:
         error.add_note(f"play({pairs!r})")
         raise
@@ -426,7 +430,7 @@ async def _play(pairs: Pairs) -> Result:
         watch(app)
         app.listen()
         inside = Run(plan, network, [], app, log, MemoryServer(), {})
-        result = await _run(pairs, inside, prefills, decodes, mixed)
+        result = await _run(pairs, plan, inside, prefills, decodes, mixed)
         world.cancel_scope.cancel(reason="the run is over")
     check(result, has_bug=pairs.has_bug)
     return result
@@ -464,6 +468,7 @@ def _spec(role: str, port: int, name: str, half: Half) -> WorkerSpec:
 
 async def _run(
     pairs: Pairs,
+    plan: Plan,
     inside: Run,
     prefills: list[Engine],
     decodes: list[Engine],
@@ -504,7 +509,7 @@ async def _run(
             for moment in pairs.looks:
                 clients.start_soon(look, moment)
             for requests in connections:
-                clients.start_soon(run_connection, inside, requests)
+                clients.start_soon(run_connection, inside.network, plan, requests)
         await trio.sleep(pairs.rest)
         everything_is_given_back(app)
         metrics = read_metrics(app)
@@ -570,7 +575,7 @@ def watch(app: App) -> None:
 
 
 def everything_is_given_back(app: App) -> None:
-    assert not app.serving.live, list(app.serving.live)
+    assert not app.serving.live, [ticket.id for ticket in app.serving.live]
     assert not app.serving.admission.holding
     for worker in app.fleet.all():
         assert worker.inflight == 0, f"legs left on {worker.id}"

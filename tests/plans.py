@@ -7,11 +7,22 @@ failed somewhere can be pasted into a story. All moments are virtual seconds aft
 from __future__ import annotations
 
 import msgspec
-from attrs import Factory, frozen
+from attrs import Factory, fields, frozen
 
 
-@frozen
-class Engine:
+class Brief:
+    """Its repr names only what differs from the default, so that a plan fits into a line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        usual, own = type(self)(), [each.name for each in fields(type(self))]  # type: ignore[arg-type]  # each of these is a class of attrs
+        told = [name for name in own if getattr(self, name) != getattr(usual, name)]
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in told)})"
+
+
+@frozen(repr=False)
+class Engine(Brief):
     """One simulated engine; `faults` in the language of `router.sim.faults`."""
 
     kind: str = "vllm"
@@ -33,15 +44,16 @@ class Engine:
     names_port: bool = True
     #: A line that all its answers carry besides.
     header: str = ""
-    #: How it is reached: "http", or by an agent over NATS, one of ours ("nats") or one that numbers
-    #: no frames and sends neither heads nor heartbeats ("old"). Empty: as simulate's WIRE says.
+    #: How it is reached: "http", or by an agent over NATS: Baton's own, which registers it
+    #: ("agent"), or a scripted one, as ours ("nats") or as one that numbers no frames and sends
+    #: neither heads nor heartbeats ("old"). Empty: as simulate's WIRE says.
     wire: str = ""
     #: A timetable instead of a pace and of faults; see tests/scripted.py.
     script: str = ""
 
 
-@frozen
-class Client:
+@frozen(repr=False)
+class Client(Brief):
     """One client's request, and those that follow it on the same connection."""
 
     at: float = 0.0
@@ -71,6 +83,8 @@ class Client:
     #: Sent as it is instead of a request; everything that comes back is read to its end.
     raw: bytes | None = None
     then: tuple[Client, ...] = ()
+    #: Sends its request and all that follow in one piece.
+    pipelines: bool = False
 
     @property
     def target(self) -> str:
@@ -100,8 +114,8 @@ class Client:
         return msgspec.json.encode(asked | {"ignore_eos": True} | self.extra)
 
 
-@frozen
-class Plan:
+@frozen(repr=False)
+class Plan(Brief):
     """A run: who takes part, and what happens when."""
 
     engines: tuple[Engine, ...] = (Engine(), Engine())
@@ -111,6 +125,9 @@ class Plan:
     cuts: int | None = None
     #: Seed for everything else that is left to luck: policies, jitter, ids.
     luck: int = 0
+    #: Seed for the order in which Trio runs its tasks. None: drawn when it runs, and told with
+    #: what fails.
+    schedule: int | None = None
     pipe_bytes: int = 64 * 1024
     #: Of the broker, where there is one.
     max_payload: int = 1 << 20

@@ -36,23 +36,27 @@ def watch_passes(app: App) -> None:
     And time goes on: what needs no end of passes at one moment would burn a core for nothing.
     """
     attempt = REQUEST.scopes["attempt"]
-    turn = app.reactor.turn
-    passes: Counter[float] = Counter()
+    turn, reactor, live = app.reactor.turn, app.reactor, app.serving.live
+    moment, passes = -1.0, 0
 
     def checked_turn(seconds: float = 0.0) -> None:
+        nonlocal moment, passes
         turn(seconds)
-        passes[app.reactor.now] += 1
-        assert passes[app.reactor.now] < PASSES_MAX, f"no end of passes at {app.reactor.now}"
-        for ticket, exchange in app.serving.live.items():
+        if reactor.now != moment:
+            moment, passes = reactor.now, 0
+        passes += 1
+        assert passes < PASSES_MAX, f"no end of passes at {moment}"
+        attempts = 0
+        for ticket, exchange in live.items():
             leg = exchange.leg
             if leg is None and exchange.pair is not None:
                 leg = exchange.pair.awaited
             has_leg = leg is not None and leg.is_open
             assert has_leg == (ticket.state in attempt), (ticket.state, leg)
+            attempts += has_leg
         # A prefill may outlive its request.
-        loads = sum(worker.inflight for worker in app.fleet.all() if worker.role != "prefill")
-        legs = sum(ticket.state in attempt for ticket in app.serving.live)
-        assert loads <= legs, f"{loads} legs on workers, {legs} attempts"
+        loads = sum(len(worker.legs) for worker in app.fleet.all() if worker.role != "prefill")
+        assert loads <= attempts, f"{loads} legs on workers, {attempts} attempts"
 
     app.reactor.turn = checked_turn  # type: ignore[method-assign]
 
@@ -76,7 +80,7 @@ def watch_time(app: App) -> None:
 
 def everything_is_given_back(app: App) -> None:
     """Before it stops: no request, place, leg or permit is left."""
-    assert not app.serving.live, f"requests left open: {list(app.serving.live)}"
+    assert not app.serving.live, f"left open: {[ticket.id for ticket in app.serving.live]}"
     assert not app.serving.admission.holding
     assert not app.serving.admission.waiting
     for worker in app.fleet.all():
@@ -99,7 +103,9 @@ def check(outcome: Outcome) -> None:
     no_engine_is_asked_twice(outcome)
     for got in outcome.got:
         if got.client.raw is None:
+            it_has_ended(got)
             its_answer_is_right(got)
+            its_budget_is_kept(got)
             it_is_one_stream(got)
             its_error_has_the_one_shape(outcome, got)
             its_end_is_visible(outcome, got)
@@ -133,7 +139,7 @@ def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
     assert isinstance(retries, int)
     assert isinstance(moves, int)
     facts = [(edge.source, edge.fact, edge.target) for _, edge in ticket.history]
-    given_back = sum(fact == "handed_back" for _, fact, _ in facts)
+    given_back = sum(fact in ("handed_back", "passed_over") for _, fact, _ in facts)
     begun = sum(source is RequestState.QUEUED for source, fact, _ in facts if fact == "admitted")
     assert begun <= 1 + retries + given_back, f"{ticket.id} began {begun} times"
     resumed = ticket.attempts - begun
@@ -167,14 +173,17 @@ def everything_is_counted_once(outcome: Outcome) -> None:
     legs = sum(ticket.attempts * (1 + ticket.is_paired) for ticket in outcome.tickets)
     counted = outcome.sum("baton_worker_requests_total")
     # The series of a removed worker vanish with it.
-    is_fixed = not any("remove" in what for _, what in outcome.plan.happenings) and not any(
-        got.client.method == "DELETE" for got in outcome.got
+    is_fixed = (
+        not any("remove" in what for _, what in outcome.plan.happenings)
+        and not any(got.client.method == "DELETE" for got in outcome.got)
+        and not any(engine.wire == "agent" for engine in outcome.plan.engines)
     )
     # Of a pair's legs the second may never have been sent.
     is_right = counted <= legs if outcome.plan.has_halves else counted == legs
     assert is_right or not is_fixed, f"{counted} legs counted of {legs}"
     assert outcome.sum("baton_stream_outcome_total") <= counted
     lines = [line for line in outcome.log if line["event"] == "request"]
+    lines = [line for line in lines if "frames" not in line]  # those are of agents
     assert len(lines) == len(outcome.tickets)
     assert outcome.sum("baton_requests_open") == 0
     assert outcome.sum("baton_worker_inflight") == 0
@@ -214,6 +223,21 @@ def no_engine_is_asked_twice(outcome: Outcome) -> None:
         for id, reused in asked.items():
             is_once = len(reused) == 1 or reused == [True, False] or named[id] > 1
             assert is_once, f"{id} was sent to {engine.settings.name} {len(reused)} times"
+
+
+def it_has_ended(got: Got) -> None:
+    assert got.ending in ("clean", "cut", "left", "refused", "unsent"), got.ending
+
+
+def its_budget_is_kept(got: Got) -> None:
+    """No more tokens than were asked for, however many workers they came from."""
+    if not got.client.is_judged or {"n", "max_tokens"} & set(got.client.extra):
+        return
+    assert len(got.ids) <= got.client.tokens
+    for usage in got.usages:
+        told = usage["completion_tokens"]
+        assert isinstance(told, int)
+        assert told <= got.client.tokens, usage
 
 
 def its_answer_is_right(got: Got) -> None:

@@ -201,6 +201,52 @@ def of_requests() -> Iterator[Plan]:
     )
 
 
+def of_strange_workers() -> Iterator[Plan]:
+    """Continuations by engines that say what no engine of ours says; no connection for long."""
+    first = Engine(faults="cut,after_events=4")
+    yield Plan(engines=(first, Engine(script="head@3,two@4")), settings=MOVE)
+    # Nothing was missing but the end of the text, and then the end mark is.
+    yield Plan(
+        engines=(
+            Engine(faults="cut,after_events=11", eos_every=3),
+            Engine(faults="cut,at=finish", eos_every=3),
+        ),
+        clients=(Client(tokens=30, extra={"ignore_eos": False}),),
+        settings=MOVE,
+    )
+    yield Plan(
+        engines=(
+            with_faults(PREFILL, "request=2:hang,at=head"),
+            with_faults(DECODE, "cut,after_events=5"),
+            attrs.evolve(DECODE, script="head@3,two@4"),
+        ),
+        settings=MOVE | {"first_token_timeout_secs": 100.0, "stream_idle_timeout_secs": 100.0},
+        happenings=((5.0, "faults 0 now:server_dies"),),
+    )
+    yield Plan(
+        engines=(Engine(),),
+        clients=(Client(at=1.5),),
+        settings=STAY | {"worker_keep_alive_secs": 0.1, "connect_timeout_secs": 20.0},
+        happenings=((1.0, "silent 0"),),
+    )
+
+
+def of_agents() -> Iterator[Plan]:
+    """An agent hands back what can move no more, or what it should not have."""
+    for events in (1, 4):
+        yield Plan(
+            engines=(Engine(wire="nats", faults=f"hang,after_events={events}"),),
+            settings=STAY,
+            happenings=((3.0, "give_back 0"),),
+        )
+    parsing = "parse,what=tool_call,event=3;hang,after_events=5"
+    yield Plan(
+        engines=(attrs.evolve(SGLANG, wire="nats", faults=parsing), Engine()),
+        settings=MOVE,
+        happenings=((3.0, "leave 0"),),
+    )
+
+
 def of_pairs() -> Iterator[Plan]:
     dies = "alone;cut,at=head"
     yield Plan(engines=(with_faults(PREFILL, dies), DECODE))
@@ -317,6 +363,25 @@ def of_breakers() -> Iterator[Plan]:
     )
 
 
+def behind_nats() -> Iterator[Plan]:
+    """A worker that is not there, for a request and for a move."""
+    there = Engine(wire="nats")
+    gone = ((1.5, "leave 1"),)
+    yield Plan(
+        engines=(there, there),
+        clients=(Client(at=2.0), Client(at=2.1)),
+        happenings=gone,
+        settings=MOVE,
+    )
+    cut = Engine(wire="nats", faults="cut,after_events=20")
+    yield Plan(
+        engines=(cut, there, there),
+        clients=(Client(tokens=40),),
+        happenings=gone,
+        settings=MOVE,
+    )
+
+
 def of_the_router() -> Iterator[Plan]:
     yield Plan()
     for window in (1.0, 100.0):
@@ -331,5 +396,8 @@ def plans() -> Iterator[Plan]:
     """All of them."""
     for of in (broken, broken_again, ended_from_outside, of_requests, of_pairs, of_workers):
         yield from of()
+    yield from of_strange_workers()
+    yield from of_agents()
     yield from of_breakers()
+    yield from behind_nats()
     yield from of_the_router()

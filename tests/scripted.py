@@ -8,14 +8,16 @@ comes is now.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import h11
+import msgspec
 import trio
 from attrs import define
 
 from router.sim.engine import SimEngine
 from router.sim.wire import chunk, head
 from tests.memory import MemoryStream
-from tests.outcome import Got
 
 READ_BYTES = 65536
 STREAM_HEAD = head(
@@ -24,8 +26,18 @@ STREAM_HEAD = head(
     0.0,
 )
 #: Its steps: only the head; one more event; all the others and a clean end; the connection closed;
-#: an error as the answer.
+#: an error as the answer; and the events of `ODD`.
 STEPS = ("head", "event", "rest", "cut", "error")
+
+
+def chat(*choices: dict[str, object]) -> bytes:
+    """One event of a chat."""
+    body = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
+    return msgspec.json.encode(body | {"choices": choices})
+
+
+#: Events that no simulated engine has: two choices with nothing in them.
+ODD = {"two": chat({"index": 0, "delta": {}}, {"index": 1, "delta": {}})}
 
 
 @define(eq=False)
@@ -35,49 +47,56 @@ class ScriptedEngine:
     twin: SimEngine
     script: str
     begin: float
-    #: The answer to be given, found out before the run.
-    answer: Got
+    #: What a healthy engine says to a path and a body: the data of its events.
+    ask: Callable[[str, bytes], Awaitable[list[bytes]]]
 
     async def serve_connection(self, stream: MemoryStream) -> None:
         """Serve HTTP/1.1 until either side ends it."""
         try:
-            while (request := await self._read(stream)) is not None:
-                if request.method == b"GET":
-                    await self._answer_probe(stream, request)
+            while (found := await self._read(stream)) is not None:
+                if b"completions" in found[0].target:
+                    events = await self.ask(found[0].target.decode(), found[1])
+                    await self._play(stream, events)
                 else:
-                    await self._play(stream)
+                    await self._answer_probe(stream, *found)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
             pass
         finally:
             stream.close()
 
-    async def _read(self, stream: MemoryStream) -> h11.Request | None:
-        connection, request = h11.Connection(h11.SERVER), None
+    async def _read(self, stream: MemoryStream) -> tuple[h11.Request, bytes] | None:
+        connection, request, body = h11.Connection(h11.SERVER), None, b""
         while True:
             event = connection.next_event()
             if event is h11.NEED_DATA:
                 connection.receive_data(await stream.receive_some(READ_BYTES))
             elif isinstance(event, h11.Request):
                 request = event
+            elif isinstance(event, h11.Data):
+                body += event.data
             elif isinstance(event, h11.EndOfMessage):
-                return request
+                assert request is not None
+                return request, body
             elif isinstance(event, h11.ConnectionClosed):
                 return None
 
-    async def _answer_probe(self, stream: MemoryStream, request: h11.Request) -> None:
-        path = request.target.decode()
-        reply = self.twin.dialect.fixed("GET", path, b"", self.twin.situation())
+    async def _answer_probe(self, stream: MemoryStream, request: h11.Request, body: bytes) -> None:
+        method, path = request.method.decode(), request.target.decode()
+        reply = self.twin.dialect.fixed(method, path, body, self.twin.situation())
         lines = [("content-type", "application/json"), ("content-length", str(len(reply.body)))]
         await stream.send_all(head(reply.status, lines, 0.0) + reply.body)
 
-    async def _play(self, stream: MemoryStream) -> None:
+    async def _play(self, stream: MemoryStream, answer: list[bytes]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
-            await self._play_steps(stream)
+            try:
+                await self._play_steps(stream, answer)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass  # the router left while it was sending
             nursery.cancel_scope.cancel(reason="answered")
 
-    async def _play_steps(self, stream: MemoryStream) -> None:
-        events = [b"data: " + data + b"\n\n" for data in self.answer.events]
+    async def _play_steps(self, stream: MemoryStream, answer: list[bytes]) -> None:
+        events = [b"data: " + data + b"\n\n" for data in answer]
         is_begun = False
         for step in self.script.split(","):
             name, _, moment = step.partition("@")
@@ -90,7 +109,12 @@ class ScriptedEngine:
                 lines = [("content-length", str(len(error.body)))]
                 await stream.send_all(head(500, lines, 0.0) + error.body)
                 return
-            said, events = (events, []) if name == "rest" else (events[:1], events[1:])
+            if name == "rest":
+                said, events = events, []
+            elif name in ODD:
+                said = [b"data: " + ODD[name] + b"\n\n"]
+            else:
+                said, events = events[:1], events[1:]
             body = b"" if name == "head" else b"".join(map(chunk, said))
             end = b"0\r\n\r\n" if name == "rest" else b""
             await stream.send_all((b"" if is_begun else STREAM_HEAD) + body + end)

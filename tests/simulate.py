@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar, TypeVarTuple
 
 import attrs
-import h11
 import msgspec
 import trio
 import trio.testing
@@ -20,10 +21,13 @@ from attrs import define, field
 from router.app import App
 from router.choosing import make_chooser
 from router.config import Settings
-from router.logs import LineWriter, configure
+from router.logs import LineWriter, Logs, configure
 from router.sim.engine import SimEngine
 from router.sim.settings import SimSettings
+from router.worker import UnknownWorker
 from router.workerspec import WorkerSpec
+from statemachines.router import RouterState
+from tests.asking import Line, requests_of, run_connection
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.memory_broker import MemoryBroker, MemoryServer
 from tests.nats_peers import Peer, dialler
@@ -31,10 +35,13 @@ from tests.neighbours import Neighbours
 from tests.outcome import Got, Look, Outcome, series
 from tests.plans import Client, Engine, Plan
 from tests.promises import check, everything_is_given_back, watch_passes, watch_time
+from tests.residents import Resident, resident
 from tests.scripted import ScriptedEngine
 
 __all__ = ["Client", "Engine", "Got", "Look", "Outcome", "Plan", "simulate", "worker_id"]
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 HOST = "127.0.0.1"
 #: How engines are reached that do not say it; stories of all wires set it (see `over`).
 WIRE = "http"
@@ -42,14 +49,14 @@ WIRE = "http"
 GIVE_UP_SECONDS = 20_000
 #: Where the first engine hands over, if it is half of a pair.
 KV_PORT = 8900
-READ_BYTES = 65536
 
 
 def simulate(plan: Plan) -> Outcome:
     """Run a plan to its end and hold it to the standing promises."""
+    if plan.schedule is None:
+        plan = attrs.evolve(plan, schedule=draw_schedule())
     try:
-        clock = trio.testing.MockClock(autojump_threshold=0)
-        outcome = trio.run(_run, plan, clock=clock, strict_exception_groups=True)
+        outcome = run_in_order(plan.schedule, _run, plan)
         check(outcome)
     except BaseException as error:
         error.add_note(f"simulate({plan!r})")
@@ -59,8 +66,21 @@ def simulate(plan: Plan) -> Outcome:
 
 def simulate_unjudged(plan: Plan) -> dict[str, float]:
     """Run a plan to its end, hold it to no promise, and return what its router has counted."""
+    return run_in_order(plan.schedule, _count, plan)
+
+
+def draw_schedule() -> int:
+    """A seed for `run_in_order`, by the order that the test at hand has."""
+    return trio._core._run._r.getrandbits(20)
+
+
+def run_in_order(schedule: int | None, run: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+    """Run it under virtual time; a seed says whom Trio lets go first, None leaves it to luck."""
+    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]  # as pytest-trio
+    if schedule is not None:
+        trio._core._run._r.seed(schedule)
     clock = trio.testing.MockClock(autojump_threshold=0)
-    return trio.run(_count, plan, clock=clock, strict_exception_groups=True)
+    return trio.run(run, *args, clock=clock, strict_exception_groups=True)
 
 
 def worker_id(number: int) -> str:
@@ -93,6 +113,8 @@ class Run:
     server: MemoryServer
     #: The agents of engines behind NATS, by the engine's place.
     peers: dict[int, Peer]
+    #: Those that are Baton's own.
+    residents: dict[int, Resident] = field(factory=dict)
     looks: list[Look] = field(factory=list)
 
     @property
@@ -101,12 +123,15 @@ class Run:
         assert isinstance(self.app.broker, MemoryBroker)
         return self.app.broker
 
+    def agent_of(self, place: int) -> Peer | Resident:
+        """The agent of the engine at that place."""
+        return self.residents.get(place) or self.peers[place]
+
     @property
     def inbox(self) -> str:
-        """Where the router gets its replies."""
+        """Where the router gets its replies; nowhere, before it has subscribed."""
         every = [each.subject for each in self.broker.subscriptions]
-        (found,) = [subject for subject in every if subject.startswith("_INBOX.")]
-        return found
+        return next((subject for subject in every if subject.startswith("_INBOX.")), "nowhere")
 
 
 async def _run(plan: Plan) -> Outcome:
@@ -138,22 +163,31 @@ async def _prepare(world: trio.Nursery, plan: Plan) -> Run:
     ]
     server = MemoryServer()
     server.max_payload = plan.max_payload
-    peers = {
-        number: _start_peer(world, network, server, number, plan)
-        for number, each in enumerate(plan.engines)
-        if _wire_of(each) != "http"
-    }
     log = Lines()
     logs = configure(format="json", level="info")
     logs.writer = log
-    app = App(_settings(plan), network, logs, server.broker() if peers else None)
+    wires = dict(enumerate(map(_wire_of, plan.engines)))
+    peers = {
+        number: _start_peer(world, network, server, number, plan)
+        for number, wire in wires.items()
+        if wire in ("nats", "old")
+    }
+    residents = {
+        number: _make_resident(world, network, server, number, plan, logs)
+        for number, wire in wires.items()
+        if wire == "agent"
+    }
+    has_broker = bool(peers or residents)
+    app = App(_settings(plan), network, logs, server.broker() if has_broker else None)
     app.serving.chooser = make_chooser(app.settings.policy, random.Random(plan.luck))
     app.serving.pairs.choose_by(random.Random(plan.luck))
     app.serving.pairs.rng = random.Random(plan.luck)
     watch_passes(app)
     watch_time(app)
     app.listen()
-    return Run(plan, network, engines, app, log, server, peers)
+    for each in residents.values():
+        world.start_soon(each.run)
+    return Run(plan, network, engines, app, log, server, peers, residents)
 
 
 async def _run_to_its_end(run: Run) -> Outcome:
@@ -175,11 +209,14 @@ async def _run_to_its_end(run: Run) -> Outcome:
             for moment in plan.looks:
                 clients.start_soon(_look, run, moment)
             for requests in connections:
-                clients.start_soon(run_connection, run, requests)
+                clients.start_soon(run_connection, run.network, plan, requests)
         await trio.sleep(plan.rest_seconds)
         everything_is_given_back(app)
         metrics = read_metrics(app)
         app.ask_to_stop()
+    async with trio.open_nursery() as stopping:
+        for resident in run.residents.values():
+            stopping.start_soon(resident.stop)
     assert all(not broker.errors for broker in run.server.brokers)
     assert not run.network.open_sockets, f"sockets left open: {run.network.open_sockets}"
     await trio.testing.wait_all_tasks_blocked()
@@ -202,11 +239,12 @@ async def _run_to_its_end(run: Run) -> Outcome:
 
 
 def _settings(plan: Plan) -> Settings:
-    specs = [_spec(number, each) for number, each in enumerate(plan.engines)]
+    known = [(number, each) for number, each in enumerate(plan.engines) if not _joins(each)]
+    specs = [_spec(number, each) for number, each in known]
     values: dict[str, object] = {"host": HOST, "port": 8000}
     for key, role in (("worker_urls", "mixed"), ("prefill", "prefill"), ("decode", "decode")):
         values[key] = tuple(spec for spec in specs if spec.role == role)
-    if any(spec.is_behind_nats for spec in specs):
+    if any(_wire_of(each) != "http" for each in plan.engines):
         values["nats"] = "nats://127.0.0.1:4222"
     # The plan's values are checked by the settings' own validators.
     return Settings(**(values | plan.settings))  # type: ignore[arg-type]
@@ -243,6 +281,9 @@ def _sim_settings(engine: Engine, name: str, kv_port: int = 0) -> SimSettings:
     )
 
 
+_JSON = (("content-type", "application/json"),)
+
+
 async def _start_engine(
     network: MemoryNetwork, neighbours: Neighbours, number: int, engine: Engine, plan: Plan
 ) -> SimEngine:
@@ -254,14 +295,22 @@ async def _start_engine(
         network.engines[HOST, 9000 + number] = _with_header(sim, engine.header)
     if engine.script:
         healthy = attrs.evolve(engine, script="", token_seconds=0.0, first_token_seconds=0.0)
-        answer = await _ask_directly(healthy, plan.clients[0])
-        scripted = ScriptedEngine(sim, engine.script, plan.begin, answer)
+
+        async def ask(path: str, body: bytes) -> list[bytes]:
+            asked = Client(path=path, raw_body=body, headers=_JSON)
+            return (await _ask_directly(healthy, asked)).events
+
+        scripted = ScriptedEngine(sim, engine.script, plan.begin, ask)
         network.engines[HOST, 9000 + number] = scripted.serve_connection
     return sim
 
 
 def _wire_of(engine: Engine) -> str:
     return engine.wire or WIRE
+
+
+def _joins(engine: Engine) -> bool:
+    return _wire_of(engine) == "agent"
 
 
 def _start_peer(
@@ -280,6 +329,31 @@ def _start_peer(
     return peer
 
 
+def _make_resident(
+    world: trio.Nursery,
+    network: MemoryNetwork,
+    server: MemoryServer,
+    number: int,
+    plan: Plan,
+    logs: Logs,
+) -> Resident:
+    engine, spec = plan.engines[number], _spec(number, plan.engines[number])
+    values: dict[str, object] = {
+        "engine_url": f"http://{HOST}:{9000 + number}",
+        "nats": "nats://memory",
+        "id": worker_id(number),
+        "engine": spec.engine,
+        "role": engine.role,
+        "bootstrap_port": spec.bootstrap_port or 0,
+        "bootstrap_host": spec.bootstrap_host,
+    }
+    shared = ("nats_req_max_pending", "drain_timeout_secs", "health_check_interval_secs")
+    values |= {name: plan.settings[name] for name in shared if name in plan.settings}
+    own = MemoryNetwork(world, network.cuts, plan.pipe_bytes)
+    own.engines, own.refuses, own.silent = network.engines, network.refuses, network.silent
+    return resident(own, server.broker(), logs, values)
+
+
 def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitable[None]]:
     async def serve(stream: MemoryStream) -> None:
         send = stream.send_all
@@ -296,14 +370,15 @@ def _with_header(sim: SimEngine, line: str) -> Callable[[MemoryStream], Awaitabl
 
 async def _happen(run: Run, moment: float, what: str) -> None:
     """One of: drain N [SECONDS], undrain N, remove N, add N, faults N TEXT, heal N, silent N, stop,
-    replace N M, crash; of NATS: die N, leave N, down, forget, up, cut, mend, cut_off N,
-    rejoin N, stall, go_on, lose N AFTER.
+    replace N M, crash; of NATS: die N, leave N, give_back N, down, forget, up, cut, mend,
+    cut_off N, rejoin N, stall, go_on, lose AFTER [told], twice AFTER, late AFTER SECONDS.
 
     A drain with seconds has a window, after which streams that can move are moved. `replace`: the
     engine M answers at the address of N, too. `die`, `leave`: the agent of N is killed, or its
-    drain window ends. `cut`, `mend`: the router's connection to the broker; `cut_off N`,
-    `rejoin N`: the one of an agent. `lose`: one
-    message to the router, after so many others. `crash`: a bug is met in every request.
+    drain window ends; `give_back`: one that hands back what cannot move, too. `cut`, `mend`: the
+    router's connection to the broker; `cut_off N`, `rejoin N`: the one of an agent. `lose`,
+    `twice`, `late`: one message to the router, after so many others. `crash`: a bug is met in
+    every request. Who is not in the fleet is passed over.
     """
     await trio.sleep_until(run.plan.begin + moment)
     word, _, rest = what.partition(" ")
@@ -323,20 +398,25 @@ async def _happen(run: Run, moment: float, what: str) -> None:
         ),
         "heal": engine.clear_faults,
         "silent": lambda: run.network.silent.add((HOST, 9000 + place)),
-        "die": lambda: run.peers[place].die(),
-        "leave": lambda: run.peers[place].drain(),
+        "die": lambda: run.agent_of(place).die(),
+        "leave": lambda: run.agent_of(place).drain(),
+        "give_back": lambda: run.peers[place].give_back(),
         "down": run.server.down,
         "forget": lambda: run.server.down(forgets=True),
         "up": run.server.up,
         "cut": lambda: run.server.cut(run.broker),
-        "cut_off": lambda: run.server.cut(run.peers[place].broker),
-        "rejoin": lambda: run.server.mend(run.peers[place].broker),
+        "cut_off": lambda: run.server.cut(run.agent_of(place).broker),
+        "rejoin": lambda: run.server.mend(run.agent_of(place).broker),
         "mend": lambda: run.server.mend(run.broker),
         "stall": run.server.stall,
         "go_on": run.server.go_on,
         "lose": lambda: run.server.lose(run.inbox, after=place, told=text == "told"),
+        "twice": lambda: run.server.repeat(run.inbox, after=place),
+        "late": lambda: run.server.delay(run.inbox, float(text), after=place),
     }
-    happen[word]()
+    if app.state is not RouterState.STOPPED:
+        with suppress(UnknownWorker):
+            happen[word]()
 
 
 def _crash(app: App) -> None:
@@ -384,130 +464,6 @@ def read_metrics(app: App) -> dict[str, float]:
     }
 
 
-#### A client
-
-
-def requests_of(client: Client) -> list[Got]:
-    return [Got(client), *(Got(each) for each in client.then)]
-
-
-async def run_connection(run: Run, requests: list[Got]) -> None:
-    await trio.sleep_until(run.plan.begin + requests[0].client.at)
-    try:
-        stream = run.network.open_client()
-    except ConnectionRefusedError:
-        for got in requests:
-            _end(run, got, "refused")
-        return
-    is_usable = True
-    for got in requests:
-        if not is_usable:
-            _end(run, got, "unsent")
-            continue
-        await trio.sleep_until(run.plan.begin + got.client.at)
-        is_usable = await _run_request(run, stream, got)
-    stream.close()
-
-
-async def _run_request(run: Run, stream: MemoryStream, got: Got) -> bool:
-    """Whether the connection can take another one."""
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_leave, run.plan, got, stream, nursery.cancel_scope)
-        keeps = await _ask(run.plan, stream, got)
-        nursery.cancel_scope.cancel(reason="answered")
-    _end(run, got, got.ending or "left")
-    return got.ending == "clean" and keeps
-
-
-def _end(run: Run, got: Got, ending: str) -> None:
-    got.ending, got.ended_at = ending, trio.current_time() - run.plan.begin
-
-
-async def _leave(plan: Plan, got: Got, stream: MemoryStream, scope: trio.CancelScope) -> None:
-    client = got.client
-    if client.half_closes_at is not None:
-        await trio.sleep_until(plan.begin + client.half_closes_at)
-        await stream.send_eof()
-    if client.resets_at is not None:
-        await trio.sleep_until(plan.begin + client.resets_at)
-        got.ending = "left"
-        stream.reset()
-        scope.cancel(reason="the client resets")
-    if client.leaves_at is not None:
-        await trio.sleep_until(plan.begin + client.leaves_at)
-        got.ending = "left"
-        stream.close()
-        scope.cancel(reason="the client leaves")
-
-
-async def _ask(plan: Plan, stream: trio.abc.Stream, got: Got) -> bool:
-    client, connection = got.client, h11.Connection(h11.CLIENT)
-    try:
-        if client.raw is not None:
-            await stream.send_all(client.raw)
-            connection.receive_data(await _read_all(stream, got))
-            connection.receive_data(b"")
-        else:
-            head, body = _request(plan, client, connection)
-            if client.body_at is not None:
-                await stream.send_all(head)
-                await trio.sleep_until(plan.begin + client.body_at)
-                head = b""
-            await stream.send_all(head + body)
-        await trio.sleep_until(plan.begin + client.reads_from)
-        return await _read_answer(plan, connection, stream, got)
-    except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
-        got.ending = got.ending or "cut"
-        return False
-
-
-def _request(plan: Plan, client: Client, connection: h11.Connection) -> tuple[bytes, bytes]:
-    body = client.body(plan.engines[0].model if plan.engines else "tiny")
-    headers = [("host", "baton")]
-    if body or client.method == "POST":
-        headers.append(("content-length", str(len(body))))
-    if client.fault:
-        headers.append(("x-sim-fault", client.fault))
-    sent = [(name.encode(), value.encode("latin-1")) for name, value in (*headers, *client.headers)]
-    head = connection.send(h11.Request(method=client.method, target=client.target, headers=sent))
-    data = connection.send(h11.Data(data=body)) if body else b""
-    connection.send(h11.EndOfMessage())
-    assert head is not None
-    if client.http_10:
-        head = head.replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", 1)
-    return head, data or b""
-
-
-async def _read_all(stream: trio.abc.Stream, got: Got) -> bytes:
-    while data := await stream.receive_some(READ_BYTES):
-        got.raw += bytes(data)
-    return got.raw
-
-
-async def _read_answer(
-    plan: Plan, connection: h11.Connection, stream: trio.abc.Stream, got: Got
-) -> bool:
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(bytes(await stream.receive_some(READ_BYTES)))
-        elif isinstance(event, h11.InformationalResponse):
-            got.interim.append(event.status_code)
-        elif isinstance(event, h11.Response):
-            got.status, got.head_at = event.status_code, trio.current_time() - plan.begin
-            got.header_list = [(n.decode(), v.decode("latin-1")) for n, v in event.headers]
-            got.headers = dict(got.header_list)
-        elif isinstance(event, h11.Data):
-            got.pieces.append((trio.current_time() - plan.begin, bytes(event.data)))
-            got.body += event.data
-        elif isinstance(event, h11.EndOfMessage):
-            got.ending = "clean"
-            return connection.their_state is h11.DONE
-        elif isinstance(event, h11.ConnectionClosed):
-            got.ending = "cut"
-            return False
-
-
 #### The right answers
 
 
@@ -547,7 +503,7 @@ async def _ask_directly(engine: Engine, client: Client) -> Got:
         async with trio.open_nursery() as nursery:
             direct = SimEngine(_sim_settings(engine, "direct"))
             nursery.start_soon(direct.serve_connection, far)
-            await _ask(plan, near, got)
+            await Line(plan, near).ask(got)
             nursery.cancel_scope.cancel(reason="answered")
     return _ANSWERS[key]
 

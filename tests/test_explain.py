@@ -8,8 +8,9 @@ import pytest
 from attrs import frozen
 
 from router import cli
+from statemachines import worlds
 from statemachines.check import models, run_checks
-from statemachines.explain import NEVER, Ambiguous, explain, explain_all, explanations
+from statemachines.explain import NEVER, NEVER_DUE, Ambiguous, explain, explain_all, explanations
 from statemachines.explore import CYCLE, RAISED, STUCK, Model
 from tests.test_explore import counter, up
 
@@ -42,11 +43,14 @@ def lines(model: Model[Any], promise: str) -> list[str]:
 def test_every_promise_is_put_to_the_test_somewhere(model: Model[Any]) -> None:
     explained = explanations(model)
 
-    assert [promise for promise, text in explained.items() if NEVER in text] == []
+    assert [
+        promise for promise, text in explained.items() if NEVER in text or NEVER_DUE in text
+    ] == []
     for promise, text in explained.items():
         assert text.startswith(f"{model.name}: {promise}\n")
         assert "promise is broken" not in text
         assert "does not hold" not in text
+        assert "does not come true" not in text
 
 
 def test_what_sometimes_holds_is_shown_where_it_first_does() -> None:
@@ -101,6 +105,37 @@ def test_a_broken_promise_is_shown_broken() -> None:
     assert lines(model, "sometimes nine")[1] == "  It never does: this promise is broken."
 
 
+def test_what_eventually_comes_true_is_shown_where_it_does_so_last() -> None:
+    model = counted(
+        eventually={"three is reached": lambda w: w.number == 3},
+        whenever={"two is followed by four": (lambda w: w.number == 2, lambda w: w.number == 4)},
+    )
+
+    assert lines(model, "eventually three is reached")[1] == (
+        "  It comes true with the last of 3 steps, nowhere later:"
+    )
+    said = lines(model, "eventually two is followed by four")
+    assert said[1] == "  Due since step 2, it comes true with the last of 4 steps, nowhere later:"
+    assert said[-1].split() == ["4", "one", "more", "4"]
+
+
+def test_what_is_never_due_promises_nothing() -> None:
+    model = counted(
+        eventually={"nothing is asked": lambda w: True},
+        whenever={"nine is followed by ten": (lambda w: w.number == 9, lambda w: w.number == 10)},
+    )
+
+    assert lines(model, "eventually nothing is asked")[1:] == [f"  {NEVER_DUE}"]
+    assert lines(model, "eventually nine is followed by ten")[1:] == [f"  {NEVER_DUE}"]
+
+
+def test_what_never_comes_true_is_shown_broken() -> None:
+    model = counted(eventually={"nine is reached": lambda w: w.number == 9})
+
+    said = lines(model, "eventually nine is reached")
+    assert said[1] == "  It does not come true in 5 steps, and there it ends:"
+
+
 @pytest.mark.parametrize("promise", [STUCK, CYCLE, RAISED])
 def test_that_things_end_is_shown_by_the_furthest_end(promise: str) -> None:
     said = lines(counted(), promise)
@@ -128,9 +163,9 @@ def test_a_whole_sentence_is_meant_even_if_others_contain_it() -> None:
 
 
 def test_a_promise_of_several_models_is_explained_in_each() -> None:
-    text = explain_all(MODELS, STUCK)
+    text = explain_all(MODELS[:3], STUCK)
 
-    assert text.count(STUCK) == len(MODELS)
+    assert text.count(STUCK) == 3
 
 
 #### The command
@@ -144,7 +179,7 @@ def test_the_command_prints_the_example(capsys: pytest.CaptureFixture[str]) -> N
     assert said[-1].split() == ["4", "plain", "failed", "open", "2"]
 
 
-@pytest.mark.parametrize(("words", "listed"), [("no such promise", 138), ("a request finishes", 3)])
+@pytest.mark.parametrize(("words", "listed"), [("no such promise", 234), ("a request finishes", 3)])
 def test_a_name_that_is_no_promise_lists_those_that_exist(
     words: str, listed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,18 +191,26 @@ def test_a_name_that_is_no_promise_lists_those_that_exist(
     assert len([line for line in said.err.splitlines() if line.startswith("  ")]) == listed
 
 
+@pytest.fixture
+def on_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check has one model to look at."""
+    monkeypatch.setattr("statemachines.check.models", lambda: [worlds.pair()])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_pairs_only")
 def test_progress_is_told_of_long_explorations() -> None:
     told: list[tuple[str, int, int]] = []
 
     run_checks(lambda model, seen, waiting: told.append((model, seen, waiting)))
 
-    assert {model for model, _, _ in told} == {model.name for model in MODELS}
-    seen = [seen for model, seen, _ in told if model == "one request on pairs"]
+    assert {model for model, _, _ in told} == {"one request on pairs"}
+    seen = [seen for _, seen, _ in told]
     assert seen == [0, 1000, 2000, 3000]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_pairs_only")
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_for_terminals_and_leaves_nothing_behind(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

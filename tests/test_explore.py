@@ -17,6 +17,8 @@ def counter(
     always: Mapping[str, Callable[[int], bool]] | None = None,
     sometimes: Mapping[str, Callable[[int], bool]] | None = None,
     between: Mapping[str, Callable[[int, str, int], bool]] | None = None,
+    eventually: Mapping[str, Callable[[int], bool]] | None = None,
+    whenever: Mapping[str, tuple[Callable[[int], bool], Callable[[int], bool]]] | None = None,
 ) -> Model[int]:
     """A world that is a number from 0 on, and over at 5."""
     return Model(
@@ -27,6 +29,8 @@ def counter(
         always=always or {},
         sometimes=sometimes or {},
         between=between or {},
+        eventually=eventually or {},
+        whenever=whenever or {},
         show=lambda n: {"number": str(n)},
     )
 
@@ -89,6 +93,76 @@ def test_a_world_that_stays_is_a_cycle() -> None:
     found = explore(counter(lambda n: [*up(n), ("stay", n)] if n == 1 else up(n)))
 
     assert words(found, CYCLE) == ["", "one more"]
+
+
+def test_what_eventually_comes_true_may_take_its_time() -> None:
+    found = explore(counter(up, eventually={"four or five": lambda n: n >= 4}))
+
+    assert found.broken == ()
+    assert "eventually four or five" in found.promises
+
+
+def test_an_end_before_it_came_true_breaks_what_should_come_at_last() -> None:
+    found = explore(counter(up, eventually={"three comes": lambda n: n == 3}))
+
+    assert words(found, "eventually three comes") == ["", "two more", "two more", "one more"]
+
+
+def test_a_stuck_world_breaks_what_should_come_at_last() -> None:
+    stuck = counter(lambda n: up(n) if n < 3 else (), eventually={"it is over": lambda n: n == 5})
+
+    found = explore(stuck)
+
+    assert words(found, "eventually it is over") == ["", "one more", "two more"]
+
+
+def test_a_cycle_that_avoids_it_breaks_what_should_come_at_last() -> None:
+    def back_and_forth(n: int) -> Iterable[tuple[str, int]]:
+        yield from up(n)
+        if n == 4:
+            yield "back", 2
+
+    ends = {"it is over": lambda n: n == 5, "four comes": lambda n: n == 4 or n == 5}
+    found = explore(counter(back_and_forth, eventually=ends))
+
+    (broken,) = (each for each in found.broken if each.promise.startswith("eventually"))
+    assert broken.promise == "eventually it is over"
+    assert words(found, broken.promise) == ["", "two more", "two more", "back"]
+    assert "comes back" in broken.note
+
+
+def test_a_cycle_behind_it_breaks_nothing_that_came_at_last() -> None:
+    def for_ever(n: int) -> Iterable[tuple[str, int]]:
+        return [("one more", n + 1)] if n < 5 else [("back", 4)]
+
+    found = explore(counter(for_ever, eventually={"four comes": lambda n: n == 4}))
+
+    assert [each.promise for each in found.broken] == [CYCLE]
+
+
+def test_whatever_it_follows_it_comes_at_last() -> None:
+    whenever = {
+        "one is followed by five": (lambda n: n == 1, lambda n: n == 5),
+        "one is followed by three": (lambda n: n == 1, lambda n: n == 3),
+        "six is followed by three": (lambda n: n == 6, lambda n: n == 3),
+        "five is followed by five": (lambda n: n == 5, lambda n: n == 5),
+    }
+
+    found = explore(counter(up, whenever=whenever))
+
+    assert [each.promise for each in found.broken] == ["eventually one is followed by three"]
+    assert words(found, "eventually one is followed by three") == [
+        "", "one more", "one more", "two more", "one more",
+    ]  # fmt: skip
+
+
+def test_what_came_once_does_not_count_for_the_next_time() -> None:
+    """Due again after it came true, it must come again."""
+    whenever = {"even is followed by odd": (lambda n: n % 2 == 0, lambda n: n % 2 == 1)}
+
+    found = explore(counter(lambda n: [("one more", n + 1)] if n < 4 else [], whenever=whenever))
+
+    assert words(found, "eventually even is followed by odd") == ["", *["one more"] * 4]
 
 
 def test_an_exception_in_a_step_is_reported_with_the_way_there() -> None:

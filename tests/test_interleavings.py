@@ -39,57 +39,84 @@ def script(engine: str, seconds: dict[str, int]) -> str:
     return ",".join(f"{event.removeprefix(f'{engine}.')}@{at}" for at, event in sorted(steps))
 
 
-def expected(seconds: dict[str, int]) -> tuple[S, str | None]:
-    """The final state and the code told, by going through the events as they come."""
-    worker, sent, failures = "a", False, 0
+def expected(seconds: dict[str, int], moves: int = 0) -> tuple[S, str | None, bool]:
+    """The final state, the code told, and whether it moved: by going through the events."""
+    worker, sent, failures, is_moved = "a", False, 0, False
     due = sorted((at, event) for event, at in seconds.items())
     missed: list[str] = []
+
+    def go_to_b(at: int) -> None:
+        # Its moments that have passed are now, before anything that is still to come.
+        nonlocal worker, is_moved
+        worker, is_moved = "b", sent
+        steps = sorted((when, each) for each, when in seconds.items() if each.startswith("b."))
+        missed.extend(each for when, each in steps if when < at)
+
     while due or missed:
         event = missed.pop(0) if missed else due.pop(0)[1]
         step = event.rstrip("'").partition(".")[2]
         if event == "leaves":
-            return S.ABANDONED, None
+            return S.ABANDONED, None, is_moved
         if event == "deadline":
-            return S.FAILED, "request_timeout"
+            return S.FAILED, "request_timeout", is_moved
         if event == "stop":
-            return S.FAILED, "shutting_down"
+            return S.FAILED, "shutting_down", is_moved
+        if event == "drain" and worker == "a" and moves:
+            go_to_b(seconds[event])
         if not event.startswith(worker):
             continue
         if step == "event":
             sent = True
         elif step == "rest":
-            return S.FINISHED, None
+            return S.FINISHED, None, is_moved
         elif step in ("cut", "error"):
             failures += 1
-            if sent or failures > 1:
-                return S.FAILED, "upstream_broken" if step == "cut" else "500"
-            worker = "b"
-            # Its moments that have passed are now, before anything that is still to come.
-            now = seconds[event]
-            steps = sorted((at, each) for each, at in seconds.items() if each.startswith("b."))
-            missed = [each for at, each in steps if at < now]
+            if worker == "b" or (sent and not moves):
+                return S.FAILED, "upstream_broken" if step == "cut" else "500", is_moved
+            go_to_b(seconds[event])
     raise AssertionError("it would hang")
 
 
-def run(seconds: dict[str, int]) -> Outcome:
+def run(seconds: dict[str, int], moves: int = 0, wire: str = "http") -> Outcome:
     """The plan of these seconds: worker a is asked first, then b."""
-    settings: dict[str, object] = {}
+    settings: dict[str, object] = {"migration_limit": moves}
+    happenings: list[tuple[float, str]] = []
     if "deadline" in seconds:
         settings["request_timeout_secs"] = float(seconds["deadline"])
     if "stop" in seconds:
         settings["drain_timeout_secs"] = 0.0
+        happenings.append((float(seconds["stop"]), "stop"))
+    if "drain" in seconds:
+        # Over NATS it is the agent whose window is over.
+        what = "drain 0 0" if wire == "http" else "leave 0"
+        happenings.append((float(seconds["drain"]), what))
     return simulate(
         Plan(
-            engines=(Engine(script=script("a", seconds)), Engine(script=script("b", seconds))),
+            engines=tuple(Engine(script=script(each, seconds), wire=wire) for each in "ab"),
             clients=(
                 Client(
                     chat=False, tokens=TOKENS, leaves_at=float(seconds.get("leaves", 0)) or None
                 ),
             ),
             settings=settings,
-            happenings=((float(seconds["stop"]), "stop"),) if "stop" in seconds else (),
+            happenings=tuple(happenings),
         )
     )
+
+
+def check_every_order(lines: Order, count: int, moves: int = 0, wire: str = "http") -> None:
+    tried = 0
+    for seconds in orders(*lines):
+        outcome = run(seconds, moves, wire)
+
+        (ticket,) = outcome.tickets
+        code = outcome.got[0].code
+        is_moved = any(edge.target is S.RESUMING for _, edge in ticket.history)
+        found = ticket.state, None if code is None else str(code), is_moved
+        wanted = expected(seconds, moves)
+        assert found == wanted, f"{found}, not {wanted}, in {seconds}: {outcome.plan!r}"
+        tried += 1
+    assert tried == count
 
 
 @pytest.mark.parametrize(
@@ -108,13 +135,23 @@ def run(seconds: dict[str, int]) -> Outcome:
 )
 @pytest.mark.slow
 def test_every_order_ends_as_it_must(lines: Order, count: int) -> None:
-    tried = 0
-    for seconds in orders(*lines):
-        outcome = run(seconds)
+    check_every_order(lines, count)
 
-        (ticket,) = outcome.tickets
-        code = outcome.got[0].code
-        found = ticket.state, None if code is None else str(code)
-        assert found == expected(seconds), f"{found} in {seconds}: {outcome.plan!r}"
-        tried += 1
-    assert tried == count
+
+@pytest.mark.parametrize(
+    ("lines", "count"),
+    [
+        # A stream breaks, goes on at the second worker, and breaks there, too.
+        (("a.event a.cut", "b.event b.rest", "leaves"), 30),
+        (("a.event a.cut", "b.event b.cut", "deadline"), 30),
+        # The first worker drains with no window, before or in or after the stream.
+        (("a.event a.rest", "b.event b.rest", "drain", "leaves"), 180),
+        (("a.event a.cut", "b.event b.cut", "drain"), 30),
+        (("a.event a.cut", "b.rest", "drain", "stop"), 60),
+    ],
+    ids=["a move", "two deaths", "a drain", "a drain and deaths", "a drain and a stop"],
+)
+@pytest.mark.parametrize("wire", ["http", "nats"])
+@pytest.mark.slow
+def test_every_order_of_a_move_ends_as_it_must(lines: Order, count: int, wire: str) -> None:
+    check_every_order(lines, count, moves=1, wire=wire)

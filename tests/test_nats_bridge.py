@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from router.wires.nats import bridge as bridge_module
-from router.wires.nats import crossing, thread
+from router.wires.nats import crossing, jetstream, thread
 from router.wires.nats.bridge import CLOSE_SECONDS, Bridge
 from router.wires.nats.broker import BrokerAway, Change, ChangeKind, Message, PayloadTooLarge
 from tests.brokers import Told, connected, name
@@ -300,3 +300,77 @@ async def test_a_bug_in_the_other_thread_ends_the_bridge_and_is_raised(
             await trio.sleep_forever()
 
     assert threads() == []
+
+
+#### Streams that are there already
+
+
+def _queue_config(stream: str, subject: str, **more: object) -> dict[str, object]:
+    """As an earlier release, or Infera, has made it."""
+    made = {"name": stream, "subjects": [subject], "retention": "workqueue", "storage": "memory"}
+    return made | {"discard": "new", "max_msgs": 100} | more
+
+
+async def _config_of(bridge: Bridge, stream: str) -> dict[str, object]:
+    return (await bridge._api.call(f"STREAM.INFO.{stream}")).config
+
+
+async def test_an_old_stream_of_ours_learns_to_forget(nats: NatsServer) -> None:
+    stream, subject = name("Q"), name("q")
+    async with opened(nats.url) as bridge:
+        await bridge._api.call(f"STREAM.CREATE.{stream}", _queue_config(stream, subject))
+        assert not (await _config_of(bridge, stream))["max_age"]
+        old = bridge.work_queue(stream, [subject], max_messages=100, max_age_seconds=0)
+        await old.publish(subject, b"kept")
+
+        queue = bridge.work_queue(stream, [subject], max_messages=100, max_age_seconds=3600)
+        await queue.publish(subject, b"new")
+
+        assert (await _config_of(bridge, stream))["max_age"] == 3600 * 10**9
+        assert await queue.last_number() == 2
+
+
+async def test_an_old_bucket_of_ours_learns_to_forget(nats: NatsServer) -> None:
+    bucket = name("B")
+    stream = f"KV_{bucket}"
+    async with opened(nats.url) as bridge:
+        config = dict(bridge.bucket(bucket, ttl_seconds=10).stream.config)  # type: ignore[attr-defined]
+        del config["max_age"], config["duplicate_window"]
+        await bridge._api.call(f"STREAM.CREATE.{stream}", config)
+
+        await bridge.bucket(bucket, ttl_seconds=10).put("k", b"v")
+
+        assert (await _config_of(bridge, stream))["max_age"] == 10 * 10**9
+
+
+OTHERS: dict[str, dict[str, object]] = {
+    "Infera's": {"discard": "old", "max_age": 0},
+    "one with an age of its own": {"max_age": 60 * 10**9},
+    "one with another limit": {"max_msgs": 50},
+    "one on a disk": {"storage": "file"},
+}
+
+
+@pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS.keys())
+async def test_what_somebody_else_has_made_is_left_and_told_once(
+    nats: NatsServer, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, subject = name("Q"), name("q")
+    told: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        jetstream._log, "warning", lambda event, **fields: told.append({"event": event} | fields)
+    )
+    async with opened(nats.url) as bridge:
+        config = _queue_config(stream, subject, **more)
+        await bridge._api.call(f"STREAM.CREATE.{stream}", config)
+        before = await _config_of(bridge, stream)
+
+        queue = bridge.work_queue(stream, [subject], max_messages=100, max_age_seconds=3600)
+        await queue.publish(subject, b"taken")
+        queue.stream._made_on = -1  # type: ignore[attr-defined]  # as on another connection
+        await queue.publish(subject, b"taken")
+
+        assert await _config_of(bridge, stream) == before
+    [warning] = told
+    assert warning["stream"] == stream
+    assert all(key in str(warning["details"]) for key in more if more[key])

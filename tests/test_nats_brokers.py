@@ -14,10 +14,10 @@ import trio
 from router.wires.nats.broker import (
     Backlog,
     BrokerAway,
-    BrokerError,
     Change,
     ChangeKind,
     Message,
+    NoConsumer,
     PayloadTooLarge,
     QueueFull,
     matches,
@@ -424,7 +424,7 @@ async def test_what_a_deleted_consumer_left_goes_to_the_next(world: World) -> No
     broker = await world.broker()
     subject, told, after = name("q"), Told(), Told()
     queue = broker.work_queue(name("Q"), [subject], max_messages=100)
-    with pytest.raises(BrokerError):
+    with pytest.raises(NoConsumer):
         await queue.backlog("a")
     await queue.delete_consumer("a")
     consumption = queue.consume("a", subject, told.on_jobs, on_lost=told.on_lost)

@@ -1092,12 +1092,32 @@ async def test_probes_are_not_refused(autojump_clock: MockClock) -> None:
 
 async def test_a_backlog_that_cannot_be_read_refuses_nobody(autojump_clock: MockClock) -> None:
     async with world(is_there=False, pending_max=1) as it:
-        every = [await it.begin() for _ in range(3)]  # nobody consumes: there is no backlog
+        # An old worker without a queue: nobody consumes, so there is no backlog to be read.
+        it.far.subscribe(NAMES.cancel(WORKER), lambda _: None, on_lost=lambda _: None)
+        every = [await it.begin() for _ in range(3)]
 
         assert [asked.told for asked, _ in every] == [[]] * 3
         assert len(it.server.streams[NAMES.stream].stored) == 3
         for _, sent in every:
             sent.close()
+
+
+async def test_nothing_is_stored_for_a_worker_that_was_never_there(
+    autojump_clock: MockClock,
+) -> None:
+    async with world(is_there=False, pending_max=1) as it:
+        started = trio.current_time()
+        every = [await it.begin() for _ in range(3)]
+
+        assert [asked.told for asked, _ in every] == [["unreachable"]] * 3
+        assert trio.current_time() - started < 1
+        assert not it.server.streams[NAMES.stream].stored
+        Queue(it).consume()
+        it.far.subscribe(NAMES.cancel(WORKER), it._cancelled, on_lost=lambda _: None)
+        await trio.sleep(0.3)
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD, DATA, DONE)
+        assert asked.told[-1] == "end"
 
 
 async def test_a_full_queue_is_told(autojump_clock: MockClock) -> None:

@@ -50,7 +50,7 @@ ACTING = frozenset({"trio", "httpx", "nats", "anyio", "asyncio", "prometheus_cli
 }
 #: Libraries with one home each (by prefix of the module's name).
 HOMES = {
-    "prometheus_client": ("router.metrics",),
+    "prometheus_client": ("router.exposition", "router.metrics"),
     "httptools": ("router.calls", "router.wires"),
     "select": ("router.sockets", "router.tcp"),
     "h11": ("router.sim", "router.conform"),

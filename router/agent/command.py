@@ -104,11 +104,20 @@ async def _tell_people(agent: Agent) -> None:
         if not agent.broker.is_connected:
             why = f" ({agent.broker.trouble})" if agent.broker.trouble else ""
             print(f"{name} waits for the NATS server at {server}{why}", flush=True)
+    with trio.move_on_after(PATIENCE_SECONDS + ANSWER_SECONDS):
+        await agent.listening.wait()
+    if not agent.listening.is_set() and agent.broker.is_connected:
+        why = ": the broker has no JetStream" if agent.broker.has_jetstream is False else ""
+        print(f"{name} takes no requests yet{why}", flush=True)
     await agent.listening.wait()
     print(f"{name} listens at {agent.names.request(agent.worker.id)}", flush=True)
     with trio.move_on_after(PATIENCE_SECONDS):
         await agent.registration.registered.wait()
-    if not agent.registration.registered.is_set():
+    if agent.registration.registered.is_set():
+        return
+    if problem := agent.registration.problem:
+        print(f"{name} is not registered, and routers must name it: {problem}", flush=True)
+    else:
         print(f"{name} waits for its engine at {agent.settings.engine_url}", flush=True)
 
 

@@ -14,6 +14,7 @@ import structlog
 import trio
 from attrs import define, field
 
+from router.agent.audience import Audience, Ears
 from router.agent.presence import wait_connected
 from router.agent.proxied import Beside, Proxied
 from router.agent.replies import LastFrames, Replies
@@ -64,6 +65,7 @@ class Intake:
     open: dict[str, Proxied] = field(init=False, factory=dict)
     emptied: trio.Event = field(init=False, factory=trio.Event)
     last_frames: LastFrames = field(init=False)
+    ears: Ears = field(init=False)
     #: The window of a drain is over: what comes now goes back at once.
     is_over: bool = field(init=False, default=False)
     cancelled: Tombstones = field(
@@ -78,6 +80,7 @@ class Intake:
 
     def __attrs_post_init__(self) -> None:
         self.last_frames = LastFrames(self.broker, self.beside.reactor)
+        self.ears = Ears(self.broker, self.beside.reactor)
 
     # Life
 
@@ -107,6 +110,7 @@ class Intake:
     def begin(self) -> None:
         """Take cancels and requests from now on, also across reconnects."""
         self.broker.on_state.append(self._state_changed)
+        self.ears.begin()
         self._cancels = self.broker.subscribe(
             self.names.cancel(self.worker_id), self._on_cancels, on_lost=self._reporter("cancels")
         )
@@ -176,6 +180,7 @@ class Intake:
                 subscription.close()
         for proxied in list(self.open.values()):
             proxied.stop()
+        self.ears.close()
         if self._state_changed in self.broker.on_state:
             self.broker.on_state.remove(self._state_changed)
 
@@ -232,6 +237,12 @@ class Intake:
             self.broker, inbox, accepted(message.headers), self.last_frames, self.instance
         )
         proxied = self.open[inbox] = Proxied(self.beside, replies, job, inbox)
+        replies.audience = Audience(
+            self.ears,
+            replies.are_numbers_read,
+            proxied.unheard,
+            partial(self._guard, proxied),
+        )
         if self.cancelled.take(inbox, now):
             self._guard(proxied, proxied.cancel)
         elif job is not None and self._is_left_over(job):

@@ -37,6 +37,7 @@ STATUSES = {
     "malformed": 400,
     "broke": 500,  # but UNREACHABLE where the engine got nothing
     "clogged": 500,
+    "unheard": 500,
     "stalled": 504,
     "overdue": 504,
     "window_over": 503,
@@ -152,6 +153,10 @@ class Proxied:
             return
         self.is_migratable = request.stream and request.migratable is True
         self._end("window_over", "it was stored for an agent that has gone")
+
+    def unheard(self) -> None:
+        """Nobody listens to its frames any more."""
+        self._end("unheard", "nobody listens to the answer")
 
     def stop(self) -> None:
         """The agent stops at once."""
@@ -299,6 +304,8 @@ class Proxied:
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.close()
+        if self.replies.audience is not None:
+            self.replies.audience.close()
         last = LAST_FRAMES[self.state]
         if last == "error":
             self.replies.error(detail, status or STATUSES[fact])

@@ -13,7 +13,7 @@ import structlog
 import trio
 from attrs import define, field
 
-from router.wires.nats.broker import Broker, BrokerAway, BrokerError, Bucket
+from router.wires.nats.broker import Broker, BrokerAway, BrokerError, Bucket, NoJetStream
 from router.wires.nats.entries import RENEW_SECONDS, TTL_SECONDS, Entry, encode
 from router.wires.nats.protocol import Names, token_of
 from router.worker import Worker
@@ -45,6 +45,8 @@ class Registration:
     #: It may stand there: a put that failed may have been done.
     _may_stand: bool = field(init=False, default=False)
     _complained: bool = field(init=False, default=False)
+    #: Why the last attempt has failed, for people; empty where it has not.
+    problem: str = field(init=False, default="")
     #: The entry has stood there once.
     registered: trio.Event = field(init=False, factory=trio.Event)
     #: As it was last told in the log.
@@ -110,18 +112,32 @@ class Registration:
                 if not self.is_shared():
                     await self._bucket.delete(key)
                 self._may_stand = False
+        except NoJetStream as problem:
+            self._may_stand = False  # where nothing is kept, nothing stands
+            self._complain(problem)
+            self._answer(is_draining=True)
+            return
         except (BrokerAway, BrokerError) as problem:
-            if not self._complained:
-                self._complained = True
-                _log.warning("not registered", worker=self.worker.id, problem=str(problem))
+            self._complain(problem)
             return
         self._complained = False
         self._note(self._may_stand)
-        if self._is_draining and (entry is None or entry.is_draining):
+        self.problem = ""
+        self._answer(is_draining=entry is None or entry.is_draining)
+
+    def _answer(self, *, is_draining: bool) -> None:
+        """Tell who waits for what was just done."""
+        if self._is_draining and is_draining:
             self._said_draining.set()
         # An entry that was asked for before `leave` was called may have been put just now.
         if self._is_leaving and not self._may_stand:
             self._gone.set()
+
+    def _complain(self, problem: Exception) -> None:
+        self.problem = str(problem)
+        if not self._complained:
+            self._complained = True
+            _log.warning("not registered", worker=self.worker.id, problem=str(problem))
 
     def _note(self, is_registered: bool) -> None:
         if self._is_registered != is_registered:

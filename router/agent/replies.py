@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from attrs import define, field, frozen
 
+from router.agent.audience import Audience
 from router.headers import Headers
 from router.reactor import Reactor
 from router.wires.nats.broker import Broker, BrokerAway, PayloadTooLarge
@@ -25,6 +26,7 @@ from router.wires.nats.protocol import (
     HEAD,
     HEARTBEAT,
     STILL,
+    TYPE,
     frame_headers,
     head_headers,
 )
@@ -145,6 +147,8 @@ class Replies:
     last_frames: LastFrames
     #: The agent's instance, in every frame: a router hears one of two agents with one id.
     sender: str = ""
+    #: Whether anybody listens; None where nobody is to ask.
+    audience: Audience | None = None
     _seq: int = 0
 
     @property
@@ -211,7 +215,10 @@ class Replies:
 
     def _publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
         self._seq += 1
+        reply, now = "", self.last_frames.reactor.now
+        if self.audience is not None:
+            reply = self.audience.reply(now, is_piece=headers[TYPE] != STILL)
         try:
-            self.broker.publish(self.inbox, payload, headers=headers)
+            self.broker.publish(self.inbox, payload, reply=reply, headers=headers)
         except (BrokerAway, PayloadTooLarge) as error:
             raise Clogged(str(error)) from error

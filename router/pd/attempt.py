@@ -228,6 +228,8 @@ class PairAttempt:
 
     def _meet_stall(self, prefill: Prefill) -> None:
         """Nothing came in time, and decode may still be waiting for its prefill."""
+        if prefill.leg.is_excused():
+            return
         seconds = self.exchange.clocks.deadlines.first_token
         message = f"No first token within {seconds:g} s."
         if self.orders.is_serial:

@@ -21,7 +21,7 @@ from attrs import define, field
 from router.headers import Headers
 from router.reactor import Channel, Rank, Reactor
 from router.sockets import Address, Socket, TlsTarget
-from router.wires.line import Answered, never
+from router.wires.line import Answered, Direct, never
 
 #: An idle connection used again within this time is not looked at first (a system call each).
 FRESH_SECONDS = 0.1
@@ -36,7 +36,7 @@ HEAD_BYTES_MAX = 256 * 1024
 LINGER_SECONDS = 1.0
 
 
-class Upstream:
+class Upstream(Direct):
     """One request on its way to a worker: the handle of whoever sent it."""
 
     __slots__ = ("answered", "channel", "pool", "request")
@@ -439,12 +439,12 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Close the connections that nobody uses; busy ones belong to their requests."""
+        """Close the connections that nobody uses; busy ones close after their requests."""
+        self.keep_alive_seconds = 0.0
         for channel in list(self.leaving):
             channel.close()
         while self.idle:
-            channel = self.idle.pop()
-            channel.idle_since = None
+            (channel := self.idle.pop()).idle_since = None
             channel.close()
 
     def _take_idle(self) -> WorkerChannel | None:

@@ -68,6 +68,22 @@ class Sent(Protocol):
     def leave(self) -> None:
         """The answer is known to be over, though its end may still be on its way."""
 
+    def excuse(self, since: float) -> bool:
+        """Its worker was silent since then. Whether it may have spoken, and could not be heard.
+
+        Then `on_missed` was told.
+        """
+
+
+class Direct:
+    """A handle with nothing between router and worker: silence is the worker's."""
+
+    __slots__ = ()
+
+    def excuse(self, since: float) -> bool:
+        """Never."""
+        return False
+
 
 class Line(Protocol):
     """The way to one worker."""

@@ -2,6 +2,8 @@
 
 A permit remembers what it was when it was taken. Once the breaker has moved, every permit that is
 out is an old one, whose end is told as the plain fact; a closed breaker is not told it at all.
+Several probes can be out at once: one that is overdue is followed by the next, and any of them may
+still decide. Only the latest keeps others waiting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,9 @@ from statemachines.worlds.standin import fire
 __all__ = ["breaker"]
 
 THRESHOLD = 2
-REQUESTS = 5
+REQUESTS = 6
+#: Permits that decide about a half-open breaker.
+PROBES = ("probe", "overdue")
 VERDICTS = ("succeeded", "failed", "said_nothing")
 
 
@@ -29,29 +33,33 @@ class World:
     failures: int = 0
     #: The cooldown is over; while a probe is out, the probe is overdue.
     has_cooled: bool = False
-    #: What is out: "plain", "probe", "forced", or "old" since the breaker has moved. Sorted.
+    #: What is out: "plain", "probe", "overdue" (a probe that was followed by another), "forced",
+    #: or "old" since the breaker has moved. Sorted.
     permits: tuple[str, ...] = ()
     to_come: int = REQUESTS
 
 
-def breaker(chart: Chart = BREAKER) -> Model[World]:
+def breaker(chart: Chart = BREAKER, *, requests: int = REQUESTS) -> Model[World]:
     """The model of one breaker, on this chart."""
-    return _Breaker(chart).model()
+    return _Breaker(chart, requests).model()
 
 
 @frozen(eq=False)
 class _Breaker:
     chart: Chart
+    requests: int
 
     def model(self) -> Model[World]:
         return Model(
             name="one breaker",
-            starts=(World(),),
+            starts=(World(to_come=self.requests),),
             steps=self.steps,
             is_over=lambda w: w.to_come == 0 and not w.permits,
             always=ALWAYS,
             between=BETWEEN,
             sometimes=SOMETIMES,
+            eventually=EVENTUALLY,
+            whenever=WHENEVER,
             show=show,
         )
 
@@ -73,13 +81,15 @@ class _Breaker:
             return "sent anyway", _with(world, "forced")
         if world.state is S.OPEN:
             world = self.told(world, "cooled_down")
-        return "probe permit taken", _with(evolve(world, has_cooled=False), "probe")
+        followed = tuple("overdue" if each == "probe" else each for each in world.permits)
+        asked = evolve(world, has_cooled=False, permits=followed)
+        return "probe permit taken", _with(asked, "probe")
 
     def settled(self, world: World, permit: str, verdict: str) -> World:
         permits = list(world.permits)
         permits.remove(permit)
         left = evolve(world, permits=tuple(permits))
-        if permit == "probe":
+        if permit in PROBES:
             return self.told(left, f"probe_{verdict}")
         if permit == "forced" and verdict == "succeeded":
             return self.told(left, "forced_succeeded")
@@ -97,7 +107,12 @@ class _Breaker:
         after = evolve(world, failures=failures, state=edge.target)
         if edge.target is edge.source:
             return after
-        return evolve(after, has_cooled=False, permits=("old",) * len(after.permits))
+        # A probe is one as long as the breaker is on probation, any other permit until it moves.
+        kept = [
+            each if each in PROBES and "probation" not in edge.leaves else "old"
+            for each in after.permits
+        ]
+        return evolve(after, has_cooled=False, permits=tuple(sorted(kept)))
 
 
 def _with(world: World, permit: str) -> World:
@@ -124,7 +139,7 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
         w.state is S.CLOSED or w.failures >= THRESHOLD
     ),
     "only a half-open breaker has a probe out": lambda w: (
-        w.state is S.HALF_OPEN or "probe" not in w.permits
+        w.state is S.HALF_OPEN or not set(PROBES) & set(w.permits)
     ),
 }
 
@@ -145,10 +160,10 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         w.state is S.HALF_OPEN or after.state is not S.HALF_OPEN or w.has_cooled
     ),
     "a probe that ends well closes it": lambda w, word, after: (
-        word != "probe succeeded" or after.state is S.CLOSED
+        word not in ("probe succeeded", "overdue succeeded") or after.state is S.CLOSED
     ),
     "a probe that fails opens it": lambda w, word, after: (
-        word != "probe failed" or after.state is S.OPEN
+        word not in ("probe failed", "overdue failed") or after.state is S.OPEN
     ),
     "a request that was sent anyway and ends well closes it": lambda w, word, after: (
         word != "forced succeeded" or after.state is S.CLOSED
@@ -162,8 +177,36 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     "it trips": lambda w: w.state is S.OPEN,
     "it closes again": lambda w: w.state is S.CLOSED and "old" in w.permits,
     "an old request is out while the probe is": lambda w: {"old", "probe"} <= set(w.permits),
-    "a second probe goes when the first is overdue": lambda w: w.permits.count("probe") == 2,
+    "a second probe goes when the first is overdue": lambda w: (
+        {"overdue", "probe"} <= set(w.permits)
+    ),
+    "three probes are out at once": lambda w: (
+        "probe" in w.permits and w.permits.count("overdue") == 2
+    ),
+    "nobody waits for the latest probe although an overdue one is out": lambda w: (
+        "overdue" in w.permits and "probe" not in w.permits
+    ),
     "a request is sent anyway while the probe is out": lambda w: (
         {"forced", "probe"} <= set(w.permits)
+    ),
+}
+
+EVENTUALLY: Mapping[str, Callable[[World], bool]] = {
+    "every permit is back": lambda w: w.to_come == 0 and not w.permits,
+}
+
+#: A breaker that nobody asks learns nothing, so its promises hold as long as requests come.
+WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] = {
+    "an open breaker lets a probe go, or nobody asks it any more": (
+        lambda w: w.state is S.OPEN,
+        lambda w: w.state is not S.OPEN or w.to_come == 0,
+    ),
+    "a half-open breaker decides, or nobody asks it any more": (
+        lambda w: w.state is S.HALF_OPEN,
+        lambda w: w.state is not S.HALF_OPEN or w.to_come == 0,
+    ),
+    "a half-open breaker with a probe out decides, or its permit is back": (
+        lambda w: w.state is S.HALF_OPEN and "probe" in w.permits,
+        lambda w: w.state is not S.HALF_OPEN or "probe" not in w.permits,
     ),
 }

@@ -13,7 +13,7 @@ from statemachines.chart import Chart
 from statemachines.explore import Model
 from statemachines.handback import HANDBACK
 from statemachines.handback import HandbackState as S
-from statemachines.worlds.standin import fire
+from statemachines.worlds.standin import fire, lives_on
 
 __all__ = ["handback"]
 
@@ -21,7 +21,7 @@ FRAMES = 2
 #: What may go wrong once the engine has the request.
 ENGINE_ENDS = ("broke", "stalled")
 #: What may come at any moment.
-ANY_MOMENT = ("cancel_came", "overdue", "stop_came", "bug")
+ANY_MOMENT = ("cancel_came", "unheard", "overdue", "stop_came", "bug")
 
 
 @frozen(cache_hash=True)
@@ -33,6 +33,8 @@ class World:
     #: Its cancel was there before it.
     is_unwanted: bool = False
     engine_has_it: bool = False
+    #: It has a connection to the engine, or gets one: what lives in the scope of the chart.
+    holds_engine: bool = True
     has_answered: bool = False
     #: Of the answer, as the router has got them.
     frames: int = 0
@@ -41,34 +43,41 @@ class World:
 
     @property
     def engine_works(self) -> bool:
-        """The connection to the engine is open: what the scope of the chart says."""
-        return self.state in HANDBACK.scopes["engine"] and self.engine_has_it
+        """The engine computes for it."""
+        return self.holds_engine and self.engine_has_it
 
 
-def handback(chart: Chart = HANDBACK) -> Model[World]:
+def handback(chart: Chart = HANDBACK, *, frames: int = FRAMES) -> Model[World]:
     """The model of one request at the agent, on this chart."""
-    return _Handback(chart).model()
+    return _Handback(chart, frames).model()
 
 
 @frozen(eq=False)
 class _Handback:
     chart: Chart
+    frames: int
 
     def model(self) -> Model[World]:
         return Model(
             name="one request at the agent",
-            starts=(
-                World(),
-                World(is_migratable=True),
-                World(is_whole=False),
-                World(is_unwanted=True),
-            ),
+            starts=self.starts(),
             steps=self.steps,
             is_over=lambda w: w.state in HANDBACK.final,
             always=ALWAYS,
             between=BETWEEN,
             sometimes=SOMETIMES,
+            eventually=EVENTUALLY,
+            whenever=WHENEVER,
             show=show,
+        )
+
+    def starts(self) -> tuple[World, ...]:
+        plain = World(holds_engine=self.chart.initial in self.chart.scopes["engine"])
+        return (
+            plain,
+            evolve(plain, is_migratable=True),
+            evolve(plain, is_whole=False),
+            evolve(plain, is_unwanted=True),
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
@@ -92,7 +101,7 @@ class _Handback:
         if not world.has_answered:
             yield "answered", evolve(self.told(world, "answered"), has_answered=True)
             return
-        if world.frames < FRAMES:
+        if world.frames < self.frames:
             yield "a frame goes out", evolve(world, frames=world.frames + 1)
         yield "clogged", self.told(world, "clogged")
         yield "ended", self.told(world, "ended")
@@ -100,7 +109,12 @@ class _Handback:
     def told(self, world: World, fact: str) -> World:
         edge = fire(self.chart, world.state, fact, is_migratable=world.is_migratable)
         over = edge.target in HANDBACK.final
-        return evolve(world, state=edge.target, last_fact=fact if over else "")
+        return evolve(
+            world,
+            state=edge.target,
+            holds_engine=lives_on(edge, "engine", world.holds_engine),
+            last_fact=fact if over else "",
+        )
 
 
 def show(world: World) -> Mapping[str, str]:
@@ -130,6 +144,9 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "frames go out of an answer, and of nothing else": lambda w: (
         (w.state is S.STREAMING) is (w.has_answered and not w.last_fact)
     ),
+    "it holds its place at the engine until it is over, and no longer": lambda w: (
+        w.holds_engine is (w.state not in HANDBACK.final)
+    ),
     "queued is what the engine does not have": lambda w: (
         w.last_fact != "" or (w.state is S.QUEUED) is not w.engine_has_it
     ),
@@ -139,14 +156,15 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
 }  # fmt: skip
 
 BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
-    "a drain that ends, a stop and a cancel free the engine": lambda w, word, after: (
-        word not in ("window_over", "cancel_came", "stop_came", "overdue", "clogged", "bug")
-        or not after.engine_works
+    "a drain that ends, a stop, a cancel and a router that is gone free the engine": (
+        lambda w, word, after: (
+            word not in ("window_over", *ANY_MOMENT, "clogged") or not after.engine_works
+        )
     ),
 }
 
 SOMETIMES: Mapping[str, Callable[[World], bool]] = {
-    "a request is answered": lambda w: w.state is S.DONE and w.frames == FRAMES,
+    "a request is answered": lambda w: w.state is S.DONE and w.frames > 0,
     "an empty answer is an answer": lambda w: w.state is S.DONE and w.frames == 0,
     "a stream is handed back in the middle": lambda w: w.state is S.HANDED_BACK and w.frames > 0,
     "a request is handed back before its answer": lambda w: (
@@ -160,4 +178,16 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     ),
     "a request is cancelled before it came": lambda w: w.state is S.CANCELLED and w.is_unwanted,
     "a stream is cancelled in the middle": lambda w: w.state is S.CANCELLED and w.frames > 0,
+}
+
+EVENTUALLY: Mapping[str, Callable[[World], bool]] = {
+    "a request at the agent is over": lambda w: w.state in HANDBACK.final,
+}
+
+WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] = {
+    "an engine that has it is freed": (lambda w: w.engine_works, lambda w: not w.engine_works),
+    "what was cancelled before it came is cancelled": (
+        lambda w: w.is_unwanted,
+        lambda w: w.state is S.CANCELLED,
+    ),
 }

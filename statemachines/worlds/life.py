@@ -2,10 +2,12 @@
 
 The world plays the shell: it opens a leg when the request is admitted, tells the request how the
 leg ended, and closes the leg when the request leaves the attempt's scope. Everything else is the
-charts' verdict. Budgets are what makes it end. Ghost fields, which no shell has, record what a
-promise needs to know afterwards.
+charts' verdict. A worker's engine computes from the moment it is asked, and learns by the closing
+of the connection that nobody wants the rest. Budgets are what makes it end. Ghost fields, which no
+shell has, record what a promise needs to know afterwards.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
@@ -16,7 +18,7 @@ from statemachines.explore import Model
 from statemachines.leg import LEG, OUTCOMES, VERDICTS, LegState, told_by_decode
 from statemachines.request import REQUEST
 from statemachines.request import RequestState as S
-from statemachines.worlds.standin import fire
+from statemachines.worlds.standin import fire, lives_on
 
 __all__ = ["life"]
 
@@ -32,6 +34,10 @@ class World:
     moves: int
     state: Enum = S.QUEUED
     leg: Enum | None = None
+    #: The connection of the leg: what lives in the scope of its chart.
+    is_connected: bool = False
+    #: Engines that compute for this request; one whose connection has closed notices it soon.
+    busy: int = 0
     #: Workers that this request has not tried; a failed one is never asked again.
     untried: int = WORKERS
     #: Other forms of a continuation that a worker rejected.
@@ -54,6 +60,11 @@ class World:
         return self.leg in LEG.open
 
     @property
+    def is_served(self) -> bool:
+        """An engine computes, and its connection is there."""
+        return self.is_connected and self.leg_is_open and self.leg is not L.CONNECTING
+
+    @property
     def can_migrate(self) -> bool:
         return self.moves > 0 and self.untried > 0
 
@@ -72,31 +83,48 @@ WORKER_DOES: Mapping[Enum, tuple[str, ...]] = {
                   "handed_back"),
 }  # fmt: skip
 
+#: Ends by which the engine is done with it; by any other it has to notice.
+ENGINE_ENDS = ("completed", "rejected", "backpressure", "erred", "broke", "lied", "handed_back")
 
-def life(request: Chart = REQUEST, leg: Chart = LEG) -> Model[World]:
-    """The model of one request's life, on these charts."""
-    return _Life(request, leg).model()
+
+def life(
+    request: Chart = REQUEST,
+    leg: Chart = LEG,
+    *,
+    retries: int = 1,
+    moves: int = 1,
+    workers: int = WORKERS,
+) -> Model[World]:
+    """The model of one request's life, on these charts, with budgets up to these."""
+    budgets = itertools.product(range(retries + 1), range(moves + 1))
+    starts = tuple(World(retries=r, moves=m, untried=workers) for r, m in budgets)
+    return _Life(request, leg, starts).model()
 
 
 @frozen(eq=False)
 class _Life:
     request: Chart
     leg: Chart
+    starts: tuple[World, ...]
 
     def model(self) -> Model[World]:
         return Model(
             name="one request",
-            starts=tuple(World(retries=r, moves=m) for r in (0, 1) for m in (0, 1)),
+            starts=self.starts,
             steps=self.steps,
-            is_over=lambda w: w.state in self.request.final and not w.leg_is_open,
+            is_over=lambda w: w.state in self.request.final and not w.leg_is_open and not w.busy,
             always=ALWAYS,
             between=BETWEEN,
             sometimes=SOMETIMES,
+            eventually=EVENTUALLY,
+            whenever=WHENEVER,
             show=show,
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
-        if world.state in REQUEST.final:
+        if world.busy > world.is_served:
+            yield "an engine noticed that it is not wanted", evolve(world, busy=world.busy - 1)
+        if world.state in REQUEST.final or world.state not in self.request.scopes["request"]:
             return
         yield "client left", self.told(evolve(world, client_left=True), "client_gone")
         for fact in ("deadline_passed", "shut_down", "crashed"):
@@ -114,7 +142,12 @@ class _Life:
         if world.state is S.MIGRATING and world.client_has_content:
             yield "budget was spent", self.told(evolve(world, end_was_seen=True), "lost_after_end")
         if world.untried > 0:
-            sent = evolve(world, untried=world.untried - 1, leg=L.CONNECTING)
+            sent = evolve(
+                world,
+                untried=world.untried - 1,
+                leg=L.CONNECTING,
+                is_connected=L.CONNECTING in self.leg.scopes["connection"],
+            )
             yield "worker chosen", self.told(sent, "admitted")
 
     def worker_acts(self, world: World) -> Iterator[tuple[str, World]]:
@@ -125,6 +158,8 @@ class _Life:
             yield from self.answers(world)
         if world.leg is L.STREAMING:
             yield from self.streams(world)
+        if world.leg in (L.CONNECTING, L.WAITING) and world.state in (S.DISPATCHING, S.RESUMING):
+            yield "passed over", self.told(world, "passed_over")
         yield "bug in the leg", self.leg_told(world, "bug")
 
     def answers(self, world: World) -> Iterator[tuple[str, World]]:
@@ -140,13 +175,8 @@ class _Life:
             )
 
     def first_token(self, world: World) -> World:
-        begun = evolve(
-            world,
-            leg=fire(self.leg, world.leg or L.CONNECTING, "first_token").target,
-            client_has_head=True,
-            client_has_content=True,
-        )
-        return self.told(begun, "first_token")
+        begun = evolve(world, client_has_head=True, client_has_content=True)
+        return self.told(self.leg_moved(begun, "first_token"), "first_token")
 
     def streams(self, world: World) -> Iterator[tuple[str, World]]:
         if world.end_was_seen:
@@ -159,14 +189,22 @@ class _Life:
         yield "end seen", evolve(world, end_was_seen=True)
 
     def leg_told(self, world: World, fact: str) -> World:
-        leg = fire(self.leg, world.leg or L.CONNECTING, fact).target
-        after = evolve(world, leg=leg)
-        if leg in LEG.open or leg is L.SUCCEEDED:
+        after = self.leg_moved(world, fact)
+        if after.leg_is_open or after.leg is L.SUCCEEDED:
             return after
         word = told_by_decode(
             fact, answer_began=world.answer_began, end_was_seen=world.end_was_seen
         )
         return self.told(after, word)
+
+    def leg_moved(self, world: World, fact: str) -> World:
+        """The world after the leg was told a fact, and nobody else."""
+        edge = fire(self.leg, world.leg or L.CONNECTING, fact)
+        busy = world.busy + (edge.target is L.WAITING)
+        if world.is_served and fact in ENGINE_ENDS:
+            busy -= 1
+        connected = lives_on(edge, "connection", world.is_connected)
+        return evolve(world, leg=edge.target, is_connected=connected, busy=busy)
 
     def told(self, world: World, fact: str) -> World:
         """The world after the request was told a fact: its new state, budgets, scopes."""
@@ -181,14 +219,14 @@ class _Life:
         )
         after = _spent(world, fact, edge.target)
         if "attempt" in edge.leaves and after.leg_is_open and after.leg is not None:
-            after = evolve(after, leg=fire(self.leg, after.leg, "let_go").target)
+            after = self.leg_moved(after, "let_go")
         return after
 
 
 def _spent(world: World, fact: str, target: Enum) -> World:
     """Budgets and ghosts after the request went from `world.state` to `target`."""
     retries, moves, forms = world.retries, world.moves, world.forms
-    if target is S.QUEUED and fact != "handed_back":
+    if target is S.QUEUED and fact not in ("handed_back", "passed_over"):
         retries -= 1
     # A move is spent when it succeeds, not when it is tried.
     moved = world.state is S.RESUMING and target in (S.STREAMING, S.POISONED, S.FINISHED)
@@ -252,8 +290,15 @@ def _leg_end(world: World, after: World) -> LegState | None:
     return after.leg if ended and isinstance(after.leg, L) else None
 
 
+def _budgets(world: World) -> tuple[int, int, int]:
+    return world.retries, world.moves, world.forms
+
+
 ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "no leg outlives its attempt": lambda w: w.state in ATTEMPT or not w.leg_is_open,
+    "an open leg has its connection, and one that is over has none": lambda w: (
+        w.is_connected is w.leg_is_open
+    ),
     "an attempt has a leg that is open or ended well": lambda w: (
         w.state not in ATTEMPT or w.leg_is_open or w.leg is L.SUCCEEDED
     ),
@@ -293,6 +338,10 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "a hand-back before the head is never an error": lambda w, word, after: (
         not (w.state is S.DISPATCHING and word == "handed_back") or after.state is S.QUEUED
     ),
+    "who never got it costs nothing": lambda w, word, after: (
+        word != "passed over"
+        or (after.state in (S.QUEUED, S.MIGRATING) and _budgets(w) == _budgets(after))
+    ),
     "with moves left, a loss after the head fails nothing": lambda w, word, after: (
         not (w.state in (S.COMMITTED, S.STREAMING, S.RESUMING) and word in LOSSES)
         or not w.can_migrate
@@ -309,7 +358,7 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         after.state is not S.MIGRATING
         or w.state is S.MIGRATING
         or w.can_migrate
-        or word in ("handed_back", "rejected")
+        or word in ("handed_back", "rejected", "passed over")
     ),
     "content that came flows on": lambda w, word, after: (
         not word.startswith("first content") or after.state in (S.STREAMING, S.POISONED)
@@ -332,7 +381,9 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
     "handed back is what its worker handed back": lambda w, word, after: (
         (end := _leg_end(w, after)) is None or (word == "handed_back") is (end is L.HANDED_BACK)
     ),
-    "what is over stays over": lambda w, word, after: w.state not in REQUEST.final,
+    "what is over stays over": lambda w, word, after: (
+        w.state not in REQUEST.final or after.state is w.state
+    ),
 }
 
 SOMETIMES: Mapping[str, Callable[[World], bool]] = {
@@ -354,4 +405,26 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     "a move needs a second candidate": lambda w: w.state is S.RESUMING and w.untried == 0,
     "a continuation is put in another form": lambda w: w.state is S.RESUMING and w.forms == 0,
     "a client leaves between two workers": lambda w: w.state is S.ABANDONED and w.leg is L.BROKEN,
+}
+
+EVENTUALLY: Mapping[str, Callable[[World], bool]] = {
+    "a request is over": lambda w: w.state in REQUEST.final,
+    "no engine computes for it any more": lambda w: w.state in REQUEST.final and w.busy == 0,
+}
+
+WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] = {
+    "a client that left frees its engine": (lambda w: w.client_left, lambda w: w.busy == 0),
+    "a deadline that passed frees its engine": (
+        lambda w: w.last_fact == "deadline_passed",
+        lambda w: w.busy == 0,
+    ),
+    "a request that is between two workers gets one, or is over": (
+        lambda w: w.state in (S.QUEUED, S.MIGRATING),
+        lambda w: w.state in ATTEMPT or w.state in REQUEST.final,
+    ),
+    "a client that has a head gets an end": (
+        lambda w: w.client_has_head,
+        lambda w: w.state in REQUEST.final,
+    ),
+    "a leg that is open ends": (lambda w: w.leg_is_open, lambda w: not w.leg_is_open),
 }

@@ -6,7 +6,7 @@ only when prefill is done, and a prefill that nobody waits for any more is close
 answered with an error has the last word, whatever its prefill says while that error is being read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, StrEnum
 
 from attrs import evolve, frozen
@@ -84,29 +84,38 @@ DECODE_DOES: Mapping[Enum | None, tuple[str, ...]] = {
 ERRED_DECODE_DOES = ("rejected", "backpressure", "erred", "broke")
 
 
-def pair(request: Chart = REQUEST, leg: Chart = LEG) -> Model[World]:
-    """The model of one request on pairs, on these charts."""
-    return _Pair(request, leg).model()
+Budget = tuple[int, int, int]
+
+
+def pair(
+    request: Chart = REQUEST, leg: Chart = LEG, *, budgets: Iterable[Budget] = BUDGETS
+) -> Model[World]:
+    """The model of one request on pairs, on these charts; budgets are retries, moves and pairs."""
+    starts = tuple(
+        World(topology=topology, retries=retries, moves=moves, untried=pairs)
+        for topology in Topology
+        for retries, moves, pairs in budgets
+    )
+    return _Pair(request, leg, starts).model()
 
 
 @frozen(eq=False)
 class _Pair:
     request: Chart
     leg: Chart
+    starts: tuple[World, ...]
 
     def model(self) -> Model[World]:
         return Model(
             name="one request on pairs",
-            starts=tuple(
-                World(topology=topology, retries=retries, moves=moves, untried=pairs)
-                for topology in Topology
-                for retries, moves, pairs in BUDGETS
-            ),
+            starts=self.starts,
             steps=self.steps,
             is_over=lambda w: w.state in REQUEST.final and w.orphans == 0 and not _open(w),
             always=ALWAYS,
             between=BETWEEN,
             sometimes=SOMETIMES,
+            eventually=EVENTUALLY,
+            whenever=WHENEVER,
             show=show,
         )
 
@@ -117,7 +126,7 @@ class _Pair:
                 "an orphaned prefill ended",
                 evolve(world, orphans=world.orphans - 1, unbooked=world.unbooked - 1),
             )
-        if world.state in REQUEST.final:
+        if world.state in REQUEST.final or world.state not in self.request.scopes["request"]:
             return
         yield "client left", self.told(evolve(world, client_left=True), "client_gone")
         yield "deadline_passed", self.told(world, "deadline_passed")
@@ -376,5 +385,28 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     ),
     "decode answers before its prefill does": lambda w: (
         w.state is S.STREAMING and w.prefill in LEG.open
+    ),
+}
+
+EVENTUALLY: Mapping[str, Callable[[World], bool]] = {
+    "a request on pairs is over": lambda w: w.state in REQUEST.final,
+    "every leg has its outcome, left behind or not": lambda w: (
+        w.state in REQUEST.final and w.unbooked == 0
+    ),
+}
+
+WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] = {
+    "a prefill that was left behind ends": (lambda w: w.orphans > 0, lambda w: w.orphans == 0),
+    "whoever left has nobody compute for him": (
+        lambda w: w.client_left,
+        lambda w: w.orphans == 0 and not _open(w),
+    ),
+    "a decode whose prefill has failed ends": (
+        lambda w: w.prefill in FAILED_LEG and w.decode in LEG.open,
+        lambda w: w.decode not in LEG.open,
+    ),
+    "a request that is between two pairs gets one, or is over": (
+        lambda w: w.state in (S.QUEUED, S.MIGRATING),
+        lambda w: w.state in ATTEMPT or w.state in REQUEST.final,
     ),
 }

@@ -9,7 +9,7 @@ from statemachines.chart import Chart
 from statemachines.explore import Model
 from statemachines.worker import WORKER
 from statemachines.worker import WorkerState as S
-from statemachines.worlds.standin import fire
+from statemachines.worlds.standin import fire, lives_on
 
 __all__ = ["worker"]
 
@@ -29,38 +29,53 @@ class World:
     drains_to_come: int = DRAINS
     #: Ghost: since it was added, or asked to serve again.
     ever_passed: bool = False
+    #: Ghost: somebody has asked it to drain.
+    was_drained: bool = False
+    #: Its probes run: what lives in the scope of the chart.
+    is_probed: bool = True
 
 
-def worker(chart: Chart = WORKER) -> Model[World]:
+def worker(chart: Chart = WORKER, *, probes: int = PROBES, drains: int = DRAINS) -> Model[World]:
     """The model of one worker's life, on this chart."""
-    return _Worker(chart).model()
+    return _Worker(chart, probes, drains).model()
 
 
 @frozen(eq=False)
 class _Worker:
     chart: Chart
+    probes: int
+    drains: int
 
     def model(self) -> Model[World]:
         return Model(
             name="one worker",
-            starts=(World(),),
+            starts=(self.start(),),
             steps=self.steps,
             is_over=lambda w: w.state is S.GONE,
             always=ALWAYS,
             between=BETWEEN,
             sometimes=SOMETIMES,
+            eventually=EVENTUALLY,
+            whenever=WHENEVER,
             show=show,
+        )
+
+    def start(self) -> World:
+        return World(
+            probes_to_come=self.probes,
+            drains_to_come=self.drains,
+            is_probed=self.chart.initial in self.chart.scopes["probed"],
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
         if world.state is S.GONE:
             return
-        if world.probes_to_come > 0:
+        if world.probes_to_come > 0 and world.is_probed:
             left = evolve(world, probes_to_come=world.probes_to_come - 1)
             yield "probe_passed", self.passed(left)
             yield "probe_failed", self.failed(left)
         if world.drains_to_come > 0:
-            left = evolve(world, drains_to_come=world.drains_to_come - 1)
+            left = evolve(world, drains_to_come=world.drains_to_come - 1, was_drained=True)
             yield "drain_asked", self.told(left, "drain_asked")
         if world.state is S.DRAINING:
             yield "drain_cancelled", evolve(self.told(world, "drain_cancelled"), ever_passed=False)
@@ -82,7 +97,8 @@ class _Worker:
             passed_enough=world.passes >= THRESHOLD,
             failed_enough=world.failures >= THRESHOLD,
         )
-        return evolve(world, state=edge.target)
+        is_probed = lives_on(edge, "probed", world.is_probed)
+        return evolve(world, state=edge.target, is_probed=is_probed)
 
 
 def show(world: World) -> Mapping[str, str]:
@@ -105,6 +121,9 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
     ),
     "an unhealthy worker has not passed enough probes in a row": lambda w: (
         w.state is not S.UNHEALTHY or w.passes < THRESHOLD
+    ),
+    "whoever is not gone is probed, and nobody else": lambda w: (
+        w.is_probed is (w.state is not S.GONE)
     ),
     "probing is what has not passed a probe": lambda w: (
         w.state is not S.PROBING or not w.ever_passed
@@ -141,10 +160,25 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
 
 SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     "it becomes ready with its first passed probe": lambda w: (
-        w.state is S.READY and w.probes_to_come == PROBES - 1
+        w.state is S.READY and w.passes == 1 and w.failures == 0
     ),
     "it becomes unhealthy": lambda w: w.state is S.UNHEALTHY,
     "it comes back after it was unhealthy": lambda w: w.state is S.READY and w.passes >= THRESHOLD,
-    "it serves again after a drain": lambda w: w.state is S.READY and w.drains_to_come < DRAINS,
-    "it is removed while it drains": lambda w: w.state is S.GONE and w.drains_to_come < DRAINS,
+    "it serves again after a drain": lambda w: w.state is S.READY and w.was_drained,
+    "it is removed while it drains": lambda w: w.state is S.GONE and w.was_drained,
+}
+
+EVENTUALLY: Mapping[str, Callable[[World], bool]] = {
+    "a worker is gone, and nobody probes it": lambda w: w.state is S.GONE and not w.is_probed,
+}
+
+WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] = {
+    "whoever drains is gone, or was asked to serve again": (
+        lambda w: w.state is S.DRAINING,
+        lambda w: w.state in (S.GONE, S.PROBING),
+    ),
+    "an unhealthy worker comes back, drains or is gone": (
+        lambda w: w.state is S.UNHEALTHY,
+        lambda w: w.state in (S.READY, S.DRAINING, S.GONE),
+    ),
 }

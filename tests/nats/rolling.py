@@ -10,7 +10,7 @@ from attrs import Factory, define, frozen
 from tests.nats import fleet as f
 from tests.real.calls import post
 
-LEAVING_SECONDS = 3.0
+LEAVING_SECONDS = 1.5
 """Beyond the window of a drain: handing back, deregistering, ending."""
 
 

@@ -3,7 +3,9 @@
 import gzip
 import json
 import os
+import re
 import signal
+import sys
 from functools import partial
 
 import nats.js.api
@@ -15,6 +17,7 @@ from tests.nats import fleet as f
 from tests.nats.conftest import World
 from tests.nats.test_losses import bodies, check_honest, right_answers
 from tests.real.calls import get
+from tests.test_examples import MANIFEST
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +85,23 @@ async def test_a_pre_stop_command_drains_the_running_agent_and_waits(world: Worl
         movable = client.ask("a:1", f.CHAT, LONG, migratable=True)
         await f.until(lambda: len(movable.frames) > 2, 5)
 
-        words = ["agent", "--drain", "--id", "a:1", "--nats", fleet.broker]
-        words += ["--nats-prefix", fleet.prefix]
-        command = fleet.start("pre-stop", *words)
+        # As the kubelet runs it: the words of the example, and the variables of the pod.
+        found = re.search(r"preStop: .*command: (\[.*?\])", MANIFEST.read_text())
+        assert found is not None
+        program, *words = json.loads(found[1])
+        assert program == "baton"
+        pod = {"BATON_NATS": fleet.broker, "BATON_ID": "a:1", "BATON_NATS_PREFIX": fleet.prefix}
+        began = trio.current_time()
+        command = await trio.run_process(
+            [sys.executable, "-m", "router", *words],
+            env=os.environ | pod,
+            capture_stdout=True,
+            check=False,
+        )
+        took = trio.current_time() - began
 
-        assert await command.ended(10) == 0, command.said()
+        assert (command.returncode, command.stdout) == (0, b"baton agent: a:1: drained\n")
+        assert 0.5 < took < 10
         assert movable.ended.is_set()
         assert (movable.error or b"").startswith(DRAINING)
         # What is asked of it from now on is asked of nobody.

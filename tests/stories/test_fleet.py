@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from tests.simulate import Client, Engine, Outcome, Plan, simulate
 
@@ -51,6 +52,18 @@ def test_a_drain_takes_a_window_and_is_asked_for_twice_without_harm() -> None:
     )
 
     assert [got.status for got in outcome.got] == [200, 200, 404]
+
+
+@pytest.mark.parametrize("at", [0.5, 1.5])
+def test_no_connection_to_a_removed_worker_is_kept(at: float) -> None:
+    """A stop finds none, neither that of a stream that ran on nor that of one that was over."""
+    plan = Plan(
+        engines=(Engine(),),
+        clients=(Client(tokens=1),),
+        happenings=((at, "remove 0"), (1.6, "stop")),
+    )
+
+    assert simulate(plan).one.ending == "clean"  # and no socket was left open
 
 
 def test_streams_of_a_removed_worker_run_on() -> None:

@@ -10,6 +10,7 @@ import trio
 
 from router.wires.nats.broker import Message
 from router.wires.nats.protocol import Names, token_of
+from router.worker import Probe, ProbeOutcome
 from router.workerspec import WorkerSpec
 from tests.cluster import WARM_UP_SECONDS, Answer, Cluster, Routed, run
 from tests.memory_broker import MemoryBroker
@@ -131,6 +132,28 @@ def test_what_is_stored_for_an_agent_that_drains_is_left_to_it() -> None:
         assert [(each.status, each.is_whole) for each in answers] == [(200, True)]
         metrics = read_metrics(router.app)
         assert total(metrics, "baton_nats_missed_total") == 0
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_named_worker_that_was_never_started_is_passed_over(is_alone: bool) -> None:
+    async def story(cluster: Cluster) -> None:
+        named = (WorkerSpec.parse("nats:w1,engine=vllm"),)
+        router = cluster.add_router(worker_urls=named, nats_req_max_pending=4)
+        if not is_alone:
+            cluster.add_agent("w2", agent=QUEUED)
+        await trio.sleep(WARM_UP_SECONDS)
+        router.app.fleet.get("w1").probed(Probe(ProbeOutcome.PASSED, trio.current_time(), ""))
+        answers: list[Answer] = []
+        for _ in range(4):
+            began = trio.current_time()
+            await complete(router, answers)
+            assert trio.current_time() - began < 2.0
+
+        expected = (502, True) if is_alone else (200, True)
+        assert [(each.status, each.is_whole) for each in answers] == [expected] * 4
+        assert total(read_metrics(router.app), "baton_breaker_trips_total") == 0
 
     run(story)
 

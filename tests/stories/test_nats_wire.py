@@ -203,7 +203,7 @@ def test_an_absent_worker_is_passed_over_at_once(engine: Engine) -> None:
 
     assert outcome.one.ending == "clean"
     assert outcome.one.ended_at < 2.0 + 1.0 + 0.5
-    assert outcome.facts[:3] == ["admitted", "handed_back", "admitted"]
+    assert outcome.facts[:3] == ["admitted", "passed_over", "admitted"]
 
 
 @pytest.mark.parametrize("engine", [NEW, OLD])
@@ -516,6 +516,10 @@ def test_a_request_above_the_limit_goes_to_whom_it_can_be_sent() -> None:
 
     assert outcome.one.status == 200
     assert [len(outcome.asked(number)) for number in range(3)] == [0, 0, 1]
+    assert outcome.facts[:5] == ["admitted", "passed_over", "admitted", "passed_over", "admitted"]
+    assert outcome.count("baton_retries_total", reason="passed_over") == 2
+    handed_back = 'machine="request",source="dispatching",fact="handed_back"'
+    assert not [name for name in outcome.metrics if handed_back in name]
 
 
 @pytest.mark.parametrize("last", [NEW, HTTP])

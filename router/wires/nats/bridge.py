@@ -139,6 +139,11 @@ class Bridge:
 
     # What a Broker does.
 
+    @property
+    def has_jetstream(self) -> bool | None:
+        """Whether there are buckets and work queues."""
+        return self._api.has_jetstream
+
     def new_inbox(self) -> str:
         """A subject prefix nobody else has."""
         return f"_INBOX.{token_hex(11)}"

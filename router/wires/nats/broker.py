@@ -41,6 +41,17 @@ class BrokerError(Exception):
     """The broker answered that it cannot, or did not answer in time."""
 
 
+class NoJetStream(BrokerError):
+    """The broker keeps nothing: there are no buckets and no work queues."""
+
+    def __init__(self) -> None:
+        super().__init__("the broker has no JetStream")
+
+
+class NoConsumer(BrokerError):
+    """Nobody has made this consumer of a work queue, or it was deleted."""
+
+
 class QueueFull(BrokerError):
     """A work queue holds all the messages it may; this one was not accepted."""
 
@@ -184,7 +195,7 @@ class WorkQueue(Protocol):
         """
 
     async def backlog(self, durable: str) -> Backlog:
-        """What waits there. Raises BrokerAway, BrokerError (no such consumer)."""
+        """What waits there. Raises NoConsumer, BrokerAway, BrokerError."""
 
     async def last_number(self) -> int:
         """Of what was stored last, by whoever and for whomever; 0 where nothing ever was.
@@ -241,6 +252,10 @@ class Broker(Core, Protocol):
     @property
     def trouble(self) -> str:
         """Why there is no connection, for people; empty where that is not known, or there is."""
+
+    @property
+    def has_jetstream(self) -> bool | None:
+        """Whether there are buckets and work queues; None while nobody has asked."""
 
     @property
     def max_payload(self) -> int:

@@ -15,6 +15,7 @@ from itertools import count
 from typing import Protocol
 
 import msgspec
+import structlog
 import trio
 from attrs import define, field, frozen
 
@@ -24,6 +25,7 @@ from router.wires.nats.broker import (
     BrokerError,
     Core,
     Message,
+    NoJetStream,
     OnLost,
     OnMessages,
     QueueFull,
@@ -43,6 +45,10 @@ _FULL = frozenset({10047, 10054, 10077})
 _NOT_FOUND = frozenset({10014, 10059})
 #: Statuses that end a pull without harm: it has expired, or there was nothing.
 _PULL_ENDED = frozenset({"404", "408"})
+#: Of a stream's configuration: what limits how old a message gets.
+_AGES = frozenset({"max_age", "duplicate_window"})
+
+_log = structlog.get_logger("baton")
 
 
 class Connections(Core, Protocol):
@@ -83,6 +89,7 @@ class Answer(msgspec.Struct):
     num_ack_pending: int = 0
     #: Of a stream.
     state: _State = msgspec.field(default_factory=_State)
+    config: dict[str, object] = msgspec.field(default_factory=dict)
     #: The server's time as it answered; of consumers since nats-server 2.10.
     ts: datetime | None = None
 
@@ -98,6 +105,8 @@ class Api:
     """Requests, and the tasks of what follows."""
 
     core: Connections
+    #: What the server has shown when it was last asked.
+    has_jetstream: bool | None = None
     _nursery: trio.Nursery | None = None
     _early: list[Callable[[], Awaitable[None]]] = field(factory=list)
     _inbox: str = ""
@@ -169,7 +178,9 @@ class Api:
         payload = b"" if body is None else msgspec.json.encode(body)
         message = await self.ask(f"$JS.API.{operation}", payload)
         if message.is_no_responders:
-            raise BrokerError("the broker has no JetStream")
+            self.has_jetstream = False
+            raise NoJetStream
+        self.has_jetstream = True
         return _checked(message)
 
     def forget_consumer(self, stream: str, consumer: str) -> None:
@@ -196,10 +207,12 @@ class Stream:
 
     api: Api
     name: str
-    #: Its configuration, should it have to be made. One of another configuration is left as it is.
+    #: Its configuration, should it have to be made. One of another configuration is left as it is,
+    #: but for an age that it does not limit: earlier releases made it so.
     config: Mapping[str, object]
     #: The connection on which it is known to be there.
     _made_on: int = -1
+    _has_told: bool = False
 
     async def ensure(self) -> None:
         """It is there. Raises BrokerAway, BrokerError."""
@@ -211,7 +224,30 @@ class Stream:
         except ApiError as error:
             if error.code != _NAME_IN_USE:
                 raise
+            await self._meet_other()
         self._made_on = connection
+
+    async def _meet_other(self) -> None:
+        """It is there, and not as it would have been made."""
+        found = (await self.api.call(f"STREAM.INFO.{self.name}")).config
+        differing = [key for key, value in self.config.items() if found.get(key, False) != value]
+        if differing and set(differing) <= _AGES and not found.get("max_age"):
+            ages = {key: value for key, value in self.config.items() if key in _AGES}
+            try:
+                await self.api.call(f"STREAM.UPDATE.{self.name}", found | ages)
+            except ApiError as error:
+                self._tell_once("cannot be brought up to date", str(error))
+            else:
+                _log.info("nats_stream", stream=self.name, told="brought up to date", limits="age")
+            return
+        if differing:
+            theirs = ", ".join(f"{key}: {found.get(key)}" for key in differing)
+            self._tell_once("somebody else has made it, and it is used as it is", theirs)
+
+    def _tell_once(self, told: str, details: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            _log.warning("nats_stream", stream=self.name, told=told, details=details)
 
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None

@@ -81,6 +81,8 @@ class NatsWire:
 
     def close(self) -> None:
         """Hear nothing more. Idempotent; the broker is its owner's."""
+        if self.queueing is not None:
+            self.queueing.close()
         self.inbox.close()
 
 

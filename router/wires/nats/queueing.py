@@ -4,21 +4,30 @@ What waits is what the broker says of a worker's consumer (stored and handed out
 more than a few times a second, plus what was sent there since. A worker that has enough refuses
 as one that answers 429 does, so the next candidate is tried, for moves as well: a drain moves
 many streams at once. A backlog that cannot be read refuses nobody.
+
+A stream stores for workers that are not there as well, so that nobody is there has to be found out
+otherwise: no consumer of that name was ever made, and the broker says that nobody listens at the
+worker's subject for cancels, which every worker does, old ones included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 
 import structlog
 import trio
 from attrs import define, field
 
 from router.wires.nats.broker import (
+    Broker,
     BrokerAway,
     BrokerError,
+    Message,
+    NoConsumer,
     PayloadTooLarge,
     QueueFull,
+    Subscription,
     WorkQueue,
 )
 from router.wires.nats.inbox import Inbox
@@ -34,17 +43,69 @@ _log = structlog.get_logger("baton")
 
 
 @define(eq=False)
+class Doorbell:
+    """Finds out that nobody listens at a subject; that somebody does is said by nothing."""
+
+    broker: Broker
+    _inbox: str = field(init=False)
+    _numbers: count[int] = field(init=False, factory=count)
+    #: Subjects that were asked with a reply subject of their own, and had nobody.
+    _unheard: set[str] = field(init=False, factory=set)
+    _asked: set[str] = field(init=False, factory=set)
+    _subscription: Subscription | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._inbox = self.broker.new_inbox()
+
+    def ring(self, subject: str) -> str:
+        """Ask; the answer, if one comes, comes before that of anything asked later."""
+        if self._subscription is None:
+            self._subscription = self.broker.subscribe(
+                f"{self._inbox}.*", self._on_messages, on_lost=lambda _: None
+            )
+        reply = f"{self._inbox}.{next(self._numbers)}"
+        self._asked.add(reply)
+        try:
+            # A cancel of a request that nobody ever had.
+            self.broker.publish(subject, self._inbox.encode(), reply=reply)
+        except BrokerAway:
+            pass
+        return reply
+
+    def is_nobody_there(self, reply: str) -> bool:
+        """What came of it so far; asked once."""
+        self._asked.discard(reply)
+        is_unheard = reply in self._unheard
+        self._unheard.discard(reply)
+        return is_unheard
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def _on_messages(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.is_no_responders and message.subject in self._asked:
+                self._unheard.add(message.subject)
+
+
+@define(eq=False)
 class Waiting:
     """What waits at one worker, as far as is known."""
 
     queue: WorkQueue
+    doorbell: Doorbell
     durable: str
+    cancel_subject: str
     pending_max: int
+    #: Nobody is there, and never was.
+    is_absent: bool = field(init=False, default=False)
     #: Without end where it could not be read.
-    _count: float = 0
-    _read_at: float = float("-inf")
+    _count: float = field(init=False, default=0)
+    _read_at: float = field(init=False, default=float("-inf"))
     #: One reads, all others wait for what it finds.
-    _reading: trio.Lock = field(factory=trio.Lock)
+    _reading: trio.Lock = field(init=False, factory=trio.Lock)
 
     def is_known_full(self, now: float) -> bool:
         """It was looked at just now, and there is no room."""
@@ -64,12 +125,20 @@ class Waiting:
         return now - self._read_at < BELIEVED_SECONDS
 
     async def _read(self) -> None:
+        self._count, self.is_absent = float("-inf"), False
         try:
-            backlog = await self.queue.backlog(self.durable)
-            self._count = backlog.pending + backlog.ack_pending
+            try:
+                backlog = await self.queue.backlog(self.durable)
+            except NoConsumer:
+                # The bell is answered before what is asked after it.
+                rung = self.doorbell.ring(self.cancel_subject)
+                try:
+                    backlog = await self.queue.backlog(self.durable)
+                finally:
+                    self.is_absent = self.doorbell.is_nobody_there(rung)
+            self._count, self.is_absent = backlog.pending + backlog.ack_pending, False
         except (BrokerAway, BrokerError) as error:
             _log.debug("backlog_unreadable", durable=self.durable, error=str(error))
-            self._count = float("-inf")
         self._read_at = trio.current_time()
 
 
@@ -82,12 +151,19 @@ class Queueing:
     pending_max: int
     spawn: Callable[[Callable[[], Awaitable[object]]], None]
     _waiting: dict[str, Waiting] = field(factory=dict)
+    _doorbell: Doorbell = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._doorbell = Doorbell(self.inbox.broker)
 
     def submit(self, sent: NatsSent, worker_id: str, subject: str, payload: bytes) -> None:
         """Send a request by way of the queue; how it went is told to `sent`."""
         waiting = self._waiting.get(worker_id)
         if waiting is None:
-            made = Waiting(self.queue, token_of(worker_id), self.pending_max)
+            made = Waiting(
+                *(self.queue, self._doorbell, token_of(worker_id)),
+                *(sent.cancel_subject, self.pending_max),
+            )
             waiting = self._waiting[worker_id] = made
         if waiting.is_known_full(self.inbox.reactor.now):
             sent.meet_full_queue()
@@ -103,9 +179,16 @@ class Queueing:
         """The worker has left."""
         self._waiting.pop(worker_id, None)
 
+    def close(self) -> None:
+        """Idempotent."""
+        self._doorbell.close()
+
     async def _send(self, sent: NatsSent, waiting: Waiting, subject: str, payload: bytes) -> None:
         has_place = await waiting.take_place()
         if sent.is_over:
+            return
+        if waiting.is_absent and not self.inbox.is_settling:
+            self._tell(sent, NatsSent.meet_nobody)
             return
         if not has_place:
             self._tell(sent, NatsSent.meet_full_queue)

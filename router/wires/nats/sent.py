@@ -4,8 +4,7 @@ The worker proves that it is there with its first frame. From then on every fram
 next number; a missing one is a break, since nothing else would tell that a piece of the answer is
 lost (core NATS delivers at most once). Where two processes answer, the first is heard. A peer that
 does not number its frames is believed as long as nothing can have been lost. Frames of a client
-that is slow are kept, up to a bound, because nobody could hold the agent back. Whoever gives up an
-answer that is not over has it cancelled.
+that is slow are kept, up to a bound. Whoever gives up an answer that is not over has it cancelled.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from router.headers import Headers
 from router.wires.line import Answered
 from router.wires.nats.broker import Message
 from router.wires.nats.kept import Kept
@@ -36,7 +36,7 @@ from router.wires.nats.protocol import (
     number,
 )
 from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
-from router.wires.nats.sniffing import EVENTS, are_events, headers_of, is_packed, refusal_of
+from router.wires.nats.sniffing import EVENTS, JSON, are_events, headers_of, is_packed, refusal_of
 
 if TYPE_CHECKING:
     from router.wires.nats.inbox import Inbox
@@ -146,17 +146,22 @@ class NatsSent:
             self._leaves_at = self.inbox.reactor.now + LINGER_SECONDS
             self._arm(self._leaves_at)
 
-    # What becomes of the request before any frame
+    # What becomes of the request before any frame: it was not sent, or has not arrived
 
     def meet_full_queue(self) -> None:
-        """It was not sent: there is no room for it."""
+        """There is no room for it."""
         if self._finish() is not None:
             answered = self._last()
             answered.on_connected()
             answered.on_full()
 
+    def meet_nobody(self) -> None:
+        """Its worker is not there."""
+        if self._finish() is not None:
+            self._last().on_broken(ABSENT, connecting=True)
+
     def meet_limit(self, limit: int) -> None:
-        """It was not sent: the server would close the connection for a message of this size."""
+        """The server would close the connection for a message of this size."""
         if self._finish() is not None:
             answered = self._last()
             answered.on_connected()
@@ -169,11 +174,15 @@ class NatsSent:
         answered = self._last()
         if self.is_published and not self.is_cold:
             self.inbox.missed()
-        if not self.is_over:
-            self._finish()
-            if self.is_published:
-                self.inbox.cancels.add(self.cancel_subject, self.reply)
+        self.close()
         answered.on_missed(detail)
+
+    def excuse(self, since: float) -> bool:
+        """The broker was away meanwhile, or has dropped messages."""
+        if self.inbox.is_connected and self._silence.cut_off_at < since:
+            return False
+        self.miss("the broker was away for a part of its time")
+        return True
 
     def lose_worker(self, why: str) -> None:
         """Its worker has gone: what waits for it in a queue is taken by nobody."""
@@ -201,8 +210,8 @@ class NatsSent:
     def reconnected(self) -> None:
         """Silence counts from now on: nobody could be heard before."""
         self.peer.back_at = None
+        self._silence.back_at = self.inbox.reactor.now
         if self.is_published and not self.is_over:
-            self._silence.back_at = self.inbox.reactor.now
             self._arm(self._silence.back_at + SECOND_LOOK_SECONDS)
 
     # What comes
@@ -270,8 +279,7 @@ class NatsSent:
                 return
             if self.inbox.sends_again(self):
                 return
-        if self._finish() is not None:
-            self._last().on_broken(ABSENT, connecting=True)
+        self.meet_nobody()
         if self.is_cold:
             self.inbox.lose_worker(self.cancel_subject, ABSENT)
 
@@ -330,8 +338,7 @@ class NatsSent:
         if not 200 <= status < 600:
             self._fail("a head without a status")
         elif self.answered is not None:
-            self._has_head = True
-            self._passes = not self._kept and not self._is_paused
+            self._has_head, self._passes = True, not self._kept and not self._is_paused
             self.answered.on_head(status, answer_headers(message.headers, streams=self._streams))
 
     def _tell_data(self, payload: bytes) -> None:
@@ -343,8 +350,7 @@ class NatsSent:
         self._held += payload
         if self._streams and are_events(bytes(self._held[:16])):
             held, self._held = bytes(self._held), bytearray()
-            self._has_head = True
-            self._passes = not self._kept and not self._is_paused
+            self._has_head, self._passes = True, not self._kept and not self._is_paused
             self.answered.on_head(200, EVENTS)
             if self.answered is not None:
                 self.answered.on_body(held)
@@ -355,16 +361,21 @@ class NatsSent:
 
     def _tell_end(self, status: int | None) -> None:
         self._finish()
-        if not self._has_head:
-            held, self._held = bytes(self._held), bytearray()
-            status = 200 if status is None else status
-            if not 200 <= status < 600:
-                self._fail("an end without a status")
-                return
-            assert self.answered is not None
-            self.answered.on_head(status, headers_of(held, streams=self._streams))
-            if held and self.answered is not None:
-                self.answered.on_body(held)
+        if self._has_head:
+            self._last().on_end()
+            return
+        held, self._held = bytes(self._held), bytearray()
+        status = 200 if status is None else status
+        if 200 <= status < 600:
+            self._tell_whole(status, headers_of(held, streams=self._streams), held)
+        else:
+            self._fail("an end without a status")
+
+    def _tell_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        assert self.answered is not None
+        self.answered.on_head(status, headers)
+        if body and self.answered is not None:
+            self.answered.on_body(body)
         if self.answered is not None:
             self._last().on_end()
 
@@ -376,20 +387,11 @@ class NatsSent:
         status = number(message.headers, STATUS) or 0
         is_refusal = 400 <= status < 500 or status == 503
         if is_refusal and not self._has_head and not self._held:
-            self._tell_refusal(status)
+            self._tell_whole(status, JSON, refusal_of(status).body())
             return
         detail = message.payload.decode("utf-8", "replace")[:DETAIL_CHARACTERS_MAX]
         is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
         self._last().on_broken(detail, connecting=is_unreachable)
-
-    def _tell_refusal(self, status: int) -> None:
-        body = refusal_of(status).body()
-        assert self.answered is not None
-        self.answered.on_head(status, [(b"content-type", b"application/json")])
-        if self.answered is not None:
-            self.answered.on_body(body)
-        if self.answered is not None:
-            self._last().on_end()
 
     def _fail(self, detail: str) -> None:
         """The worker's fault."""
@@ -429,12 +431,10 @@ class NatsSent:
 
     def _look_at_silence(self, now: float) -> float | None:
         found = self._silence.look(now, self.inbox.is_connected)
-        if found is Verdict.GONE:
-            self._fail(found.value)
-        elif found is Verdict.MISSED:
-            self.miss(found.value)
-        else:
+        if not isinstance(found, Verdict):
             return found
+        tell = self._fail if found is Verdict.GONE else self.miss
+        tell(found.value)
         return None
 
     def _watch(self) -> None:

@@ -64,6 +64,11 @@ class Silence:
         """Frames may have been lost, and none has come since."""
         return self.exposed_at >= self.heard_at
 
+    @property
+    def cut_off_at(self) -> float:
+        """When frames may last have been lost, or nobody could send any."""
+        return max(self.exposed_at, self.back_at)
+
     def look(self, now: float, is_connected: bool) -> float | Verdict | None:
         """What to make of it, or when to look again; None when it means nothing."""
         if not (self.is_beating or self.is_exposed or self.is_awaited):

@@ -12,6 +12,7 @@ from router.headers import Headers
 from router.openai import BUSY
 
 EVENTS: Headers = [(b"content-type", b"text/event-stream")]
+JSON: Headers = [(b"content-type", b"application/json")]
 _FIELDS = (b"data", b"event", b"id", b"retry")
 _GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"

@@ -17,6 +17,7 @@ from router.wires.nats.broker import (
     Backlog,
     BrokerAway,
     Message,
+    NoConsumer,
     OnJobs,
     OnLost,
     check_subject,
@@ -97,7 +98,12 @@ class StoredQueue:
     async def backlog(self, durable: str) -> Backlog:
         """What waits there."""
         await self.stream.ensure()
-        info = await self.api.call(f"CONSUMER.INFO.{self.name}.{durable}")
+        try:
+            info = await self.api.call(f"CONSUMER.INFO.{self.name}.{durable}")
+        except ApiError as error:
+            if error.is_not_found:
+                raise NoConsumer(str(error)) from None
+            raise
         return Backlog(info.num_pending, info.num_ack_pending)
 
     async def last_number(self) -> int:
