@@ -359,6 +359,7 @@ def _live_diagrams(arguments: argparse.Namespace) -> int:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="*", help="only these, by the names that are printed")
     parser.add_argument(
         "--explain",
         metavar="PROPERTY",
@@ -374,12 +375,19 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from statemachines.check import run_checks
+    from statemachines.check import models, run_checks
 
     if arguments.explain is not None:
         return _explain(arguments.explain)
+    names = [model.name for model in models()]
+    if unknown := [name for name in arguments.model if name not in names]:
+        return complain("check", f"no model is called {unknown[0]!r}; there are {', '.join(names)}")
     is_terminal = sys.stderr.isatty()
-    report = run_checks(_show_progress if is_terminal else None, deep=arguments.deep)
+    report = run_checks(
+        _show_progress if is_terminal else None,
+        deep=arguments.deep,
+        only=arguments.model or None,
+    )
     if is_terminal:
         print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
     print(report)

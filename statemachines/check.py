@@ -5,7 +5,7 @@ check explores the same worlds with larger budgets: more workers, requests, toke
 model is forgotten before the next one is begun, so memory is that of the largest.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -55,14 +55,20 @@ class Report:
 
 
 def run_checks(
-    tell: Callable[[str, int, int], None] | None = None, *, deep: bool = False
+    tell: Callable[[str, int, int], None] | None = None,
+    *,
+    deep: bool = False,
+    only: Container[str] | None = None,
 ) -> Report:
     """Explore every world to its end; takes seconds, or with `deep` minutes.
 
-    `tell` hears of progress: the model, the worlds that were looked at, those that wait.
+    `tell` hears of progress: the model, the worlds that were looked at, those that wait. `only`:
+    names of models; the others are left out.
     """
     found = []
     for model in deep_models() if deep else models():
+        if only is not None and model.name not in only:
+            continue
         progress = None if tell is None else partial(tell, model.name)
         worlds_max = DEEP_WORLDS_MAX if deep else None
         found.append(explore(model, progress=progress, worlds_max=worlds_max))

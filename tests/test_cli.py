@@ -373,3 +373,12 @@ def test_check_prints_every_promise_and_the_number_of_states(
 ) -> None:
     assert baton("check") == 0
     assert re.search(r"^\d+ states, \d+ promises, 0 broken$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_check_tries_only_the_models_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert baton("check", "one worker", "the router") == 0
+    names = re.findall(r"^(.*): \d+ states, \d+ steps$", capsys.readouterr().out, re.MULTILINE)
+    assert names == ["one worker", "the router"]
+
+    assert baton("check", "one workr") == 2
+    assert "no model is called 'one workr'; there are one request, " in capsys.readouterr().err

@@ -13,14 +13,15 @@ from statemachines.worlds.standin import fire, lives_on
 
 __all__ = ["worker"]
 
-#: Probes in a row that it takes, either way.
-THRESHOLD = 2
+#: Probes in a row that it takes, either way: one is enough in some fleets, two are not in most.
+THRESHOLDS = (1, 3)
 PROBES = 7
 DRAINS = 2
 
 
 @frozen(cache_hash=True)
 class World:
+    threshold: int
     state: Enum = S.PROBING
     #: In a row, up to the threshold.
     passes: int = 0
@@ -49,7 +50,7 @@ class _Worker:
     def model(self) -> Model[World]:
         return Model(
             name="one worker",
-            starts=(self.start(),),
+            starts=tuple(map(self.start, THRESHOLDS)),
             steps=self.steps,
             is_over=lambda w: w.state is S.GONE,
             always=ALWAYS,
@@ -60,8 +61,9 @@ class _Worker:
             show=show,
         )
 
-    def start(self) -> World:
+    def start(self, threshold: int) -> World:
         return World(
+            threshold=threshold,
             probes_to_come=self.probes,
             drains_to_come=self.drains,
             is_probed=self.chart.initial in self.chart.scopes["probed"],
@@ -82,11 +84,11 @@ class _Worker:
         yield "removed", self.told(world, "removed")
 
     def passed(self, world: World) -> World:
-        passes = min(world.passes + 1, THRESHOLD)
+        passes = min(world.passes + 1, world.threshold)
         return self.told(evolve(world, passes=passes, failures=0, ever_passed=True), "probe_passed")
 
     def failed(self, world: World) -> World:
-        failures = min(world.failures + 1, THRESHOLD)
+        failures = min(world.failures + 1, world.threshold)
         return self.told(evolve(world, passes=0, failures=failures), "probe_failed")
 
     def told(self, world: World, fact: str) -> World:
@@ -94,8 +96,8 @@ class _Worker:
             self.chart,
             world.state,
             fact,
-            passed_enough=world.passes >= THRESHOLD,
-            failed_enough=world.failures >= THRESHOLD,
+            passed_enough=world.passes >= world.threshold,
+            failed_enough=world.failures >= world.threshold,
         )
         is_probed = lives_on(edge, "probed", world.is_probed)
         return evolve(world, state=edge.target, is_probed=is_probed)
@@ -106,7 +108,7 @@ def show(world: World) -> Mapping[str, str]:
     return {
         "worker": str(world.state.value),
         "passes": str(world.passes),
-        "failures": str(world.failures),
+        "failures": f"{world.failures} of {world.threshold}",
     }
 
 
@@ -117,10 +119,10 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
         w.ever_passed or w.state not in (S.READY, S.UNHEALTHY)
     ),
     "a ready worker has not failed enough probes in a row": lambda w: (
-        w.state is not S.READY or w.failures < THRESHOLD
+        w.state is not S.READY or w.failures < w.threshold
     ),
     "an unhealthy worker has not passed enough probes in a row": lambda w: (
-        w.state is not S.UNHEALTHY or w.passes < THRESHOLD
+        w.state is not S.UNHEALTHY or w.passes < w.threshold
     ),
     "whoever is not gone is probed, and nobody else": lambda w: (
         w.is_probed is (w.state is not S.GONE)
@@ -140,10 +142,10 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         w.state is S.READY or after.state is not S.READY or word == "probe_passed"
     ),
     "one failed probe does not make a ready worker unhealthy": lambda w, word, after: (
-        after.state is not S.UNHEALTHY or w.state is S.UNHEALTHY or after.failures >= THRESHOLD
+        after.state is not S.UNHEALTHY or w.state is S.UNHEALTHY or after.failures >= w.threshold
     ),
     "one passed probe does not make an unhealthy worker ready": lambda w, word, after: (
-        not (w.state is S.UNHEALTHY and after.state is S.READY) or after.passes >= THRESHOLD
+        not (w.state is S.UNHEALTHY and after.state is S.READY) or after.passes >= w.threshold
     ),
     "a probe neither drains nor removes": lambda w, word, after: (
         not word.startswith("probe_")
@@ -163,7 +165,9 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
         w.state is S.READY and w.passes == 1 and w.failures == 0
     ),
     "it becomes unhealthy": lambda w: w.state is S.UNHEALTHY,
-    "it comes back after it was unhealthy": lambda w: w.state is S.READY and w.passes >= THRESHOLD,
+    "it comes back after it was unhealthy": lambda w: (
+        w.state is S.READY and w.passes >= w.threshold
+    ),
     "it serves again after a drain": lambda w: w.state is S.READY and w.was_drained,
     "it is removed while it drains": lambda w: w.state is S.GONE and w.was_drained,
 }

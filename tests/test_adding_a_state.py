@@ -1,0 +1,103 @@
+"""docs/adding-a-state.md is true: its diffs are applied to a copy, its commands print what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "adding-a-state.md"
+COPIED = ("statemachines", "router", "tests", "docs", "diagrams", "pyproject.toml")
+SECONDS = 120.0
+_BLOCK = re.compile(r"^```(diff|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@frozen
+class Diff:
+    """Lines to find in a file, once, and what they become."""
+
+    path: str
+    before: str
+    after: str
+
+    @classmethod
+    def read(cls, text: str) -> Diff:
+        head, _, body = text.partition("\n")
+        lines = body.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        return cls(head.removeprefix("# "), before, after)
+
+    def apply(self, root: Path) -> None:
+        path = root / self.path
+        text = path.read_text()
+        assert text.count(self.before) == 1, f"{self.path} has not once:\n{self.before}"
+        path.write_text(text.replace(self.before, self.after))
+
+
+@frozen
+class Command:
+    """What is typed, and lines of what is printed; `...` stands for any others."""
+
+    words: tuple[str, ...]
+    printed: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Command:
+        typed, *printed = text.splitlines()
+        command = typed.removeprefix("$ ").replace(".venv/bin/baton", ".venv/bin/python -m router")
+        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
+        assert words[0] == ".venv/bin/python", typed
+        return cls(tuple(words[1:]), tuple(line for line in printed if line != "..."))
+
+    def run(self, root: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, *self.words],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+            check=False,
+        )
+        return done.stdout
+
+
+def steps() -> Iterator[Diff | Command]:
+    for kind, text in _BLOCK.findall(PAGE.read_text()):
+        yield Diff.read(text) if kind == "diff" else Command.read(text)
+
+
+@pytest.mark.slow
+def test_every_step_goes_as_the_page_says(tmp_path: Path) -> None:
+    for name in COPIED:
+        place = ROOT / name
+        if place.is_dir():
+            shutil.copytree(place, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(place, tmp_path / name)
+
+    for step in steps():
+        if isinstance(step, Diff):
+            step.apply(tmp_path)
+            continue
+        lines = iter(step.run(tmp_path).splitlines())
+        seen: list[str] = []
+        for expected in step.printed:
+            for line in lines:
+                seen.append(line)
+                if line.rstrip() == expected.rstrip():
+                    break
+            else:
+                pytest.fail(
+                    f"{' '.join(step.words)} did not print {expected!r}:\n" + "\n".join(seen)
+                )
