@@ -9,6 +9,7 @@ comes is now.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import h11
 import msgspec
@@ -89,10 +90,8 @@ class ScriptedEngine:
     async def _play(self, stream: MemoryStream, answer: list[bytes]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
-            try:
+            with suppress(trio.BrokenResourceError):  # the router left in this moment
                 await self._play_steps(stream, answer)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the router left while it was sending
             nursery.cancel_scope.cancel(reason="answered")
 
     async def _play_steps(self, stream: MemoryStream, answer: list[bytes]) -> None:

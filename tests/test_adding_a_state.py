@@ -1,4 +1,4 @@
-"""docs/adding-a-state.md is true: its diffs are applied to a copy, its commands print what it says."""
+"""docs/adding-a-state.md is true: its diffs fit, and its commands print what it says."""
 
 from __future__ import annotations
 

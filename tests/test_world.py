@@ -7,8 +7,10 @@ should see that it did.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,15 @@ DEEP_SIZES = {
     "one worker and its requests": 149312,
     "one request behind a bad wire": 842993,
 }
+
+
+def test_the_page_has_the_same_numbers() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| .+ \| ([\d,]+ \| [\d,]+) \|$", page, re.MULTILINE))
+
+    assert rows == {
+        name: f"{worlds:,} | {DEEP_SIZES[name]:,}" for name, (worlds, _) in SIZES.items()
+    }
 
 
 @pytest.mark.long
