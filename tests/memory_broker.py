@@ -626,10 +626,13 @@ class MemoryConsumption:
                 self.subject, self.max_deliver, self.ack_wait_seconds, self.max_ack_pending
             )
             stream.durables[self.durable] = durable
+        wanted = durable.subject
+        is_plain = "*" not in wanted and ">" not in wanted
         jobs = [
             MemoryJob(self, stored.sequence, stored.message)
             for stored in list(stream.stored.values())
-            if matches(durable.subject, stored.message.subject) and _take(durable, stored.sequence)
+            if (stored.message.subject == wanted if is_plain else _is_for(wanted, stored))
+            and _take(durable, stored.sequence)
         ]
         if jobs:
             self.queue.broker.guard(self.on_jobs, jobs)
@@ -643,6 +646,10 @@ class MemoryConsumption:
             return await self.queue.broker.settle(seconds)
         finally:
             self.close()
+
+
+def _is_for(pattern: str, stored: Stored) -> bool:
+    return matches(pattern, stored.message.subject)
 
 
 def _take(durable: Durable, sequence: int) -> bool:
