@@ -294,7 +294,7 @@ async def _start_engine(
     if engine.header:
         network.engines[HOST, 9000 + number] = _with_header(sim, engine.header)
     if engine.script:
-        healthy = attrs.evolve(engine, script="", token_seconds=0.0, first_token_seconds=0.0)
+        healthy = _healthy(engine)
 
         async def ask(path: str, body: bytes) -> list[bytes]:
             asked = Client(path=path, raw_body=body, headers=_JSON)
@@ -476,20 +476,22 @@ def _kinds(plan: Plan, client: Client) -> Iterable[Engine]:
     for each in plan.engines:
         if each.model == model:
             found.setdefault((each.kind, each.seed), each)
-    return [
-        attrs.evolve(
-            each,
-            faults="",
-            script="",
-            options="",
-            header="",
-            token_seconds=0.0,
-            first_token_seconds=0.0,
-            tokens_per_chunk=1,
-            role="mixed",
-        )
-        for each in found.values()
-    ]
+    return [_healthy(each) for each in found.values()]
+
+
+def _healthy(engine: Engine) -> Engine:
+    """The same model in an engine that suffers nothing, at once and whole."""
+    return attrs.evolve(
+        engine,
+        faults="",
+        script="",
+        options="",
+        header="",
+        token_seconds=0.0,
+        first_token_seconds=0.0,
+        tokens_per_chunk=1,
+        role="mixed",
+    )
 
 
 async def _ask_directly(engine: Engine, client: Client) -> Got:
