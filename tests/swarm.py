@@ -375,7 +375,8 @@ class _Drawing:
         luck, at = self.luck, self.luck.choice(MOMENTS)
         number = luck.choice(behind)
         pairs = [("down", "up"), ("forget", "up"), ("cut", "mend"), ("stall", "go_on")]
-        pairs.append((f"cut_off {number}", f"rejoin {number}"))
+        if not has_old:  # what it says meanwhile is lost, and without numbers nobody can see that
+            pairs.append((f"cut_off {number}", f"rejoin {number}"))
         away, back = luck.choice(pairs)
         kinds = [
             [(at, away), (at + luck.choice([0.01, 0.5, 2.0]), back)],
@@ -384,7 +385,7 @@ class _Drawing:
             [(at, f"leave {number}")],
         ]
         if not has_old:
-            # Without numbers nobody can see that a frame is missing, or another one's.
+            # Nor that a frame is missing, or came twice or late.
             kinds += [
                 [(at, f"lose {luck.randint(0, 20)}")],
                 [(at, f"twice {luck.randint(0, 20)}")],
