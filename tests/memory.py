@@ -273,6 +273,9 @@ class MemoryListening:
 
     def close(self) -> None:
         del self.network.listening[self.address]
+        for sock in self.waiting:  # as a kernel does with those that nobody has accepted
+            sock.reset()
+        self.waiting.clear()
 
 
 @define(eq=False)

@@ -150,6 +150,7 @@ FEATURES: dict[str, int] = {
     "faults": 60,
     "breaks": 35,
     "happenings": 40,
+    "drains": 15,
     "broker trouble": 50,
     "cut bytes": 50,
     "small pipes": 30,
@@ -164,6 +165,7 @@ COMPANIES: list[set[str]] = [
     {"moves", "breaks", "shapes", "slow engines"},
     {"pairs"},
     {"nats", "broker trouble"},
+    {"nats", "moves", "drains", "slow engines"},
 ]
 
 
@@ -301,6 +303,8 @@ class _Drawing:
     def _asked(self) -> dict[str, object]:
         luck, stream = self.luck, self._streams() or ("moves" in self.has and self.one_in(2))
         asked: dict[str, object] = {"stream": stream, "tokens": luck.randint(1, 9)}
+        if "drains" in self.has:  # one that is long enough to meet one
+            return asked | {"stream": True, "tokens": luck.randint(10, 40), "chat": self.one_in(2)}
         if "shapes" in self.has:
             return asked | self._shape(stream=stream)
         asked["chat"] = self.one_in(2)
@@ -339,6 +343,8 @@ class _Drawing:
             drawn = {name: luck.choice(every[name]) for name in names}
         if "moves" in has:
             drawn["migration_limit"] = luck.randint(1, 3)
+        if "drains" in has:
+            drawn["drain_timeout_secs"] = luck.choice([0.0, 0.3])
         if "nats" in has and "queues" in has:
             drawn["nats_req_max_pending"] = 6
         return PATIENCE | {"health_success_threshold": 1} | drawn
@@ -351,6 +357,12 @@ class _Drawing:
                 words += ["remove {}", "undrain {}"]
                 what = luck.choice(words).format(luck.randrange(len(engines)))
                 found.append((luck.choice(MOMENTS), what))
+        for number, engine in enumerate(engines) if "drains" in self.has else ():
+            if self.one_in(2):
+                what = f"drain {number} {luck.choice([0, 1])}"
+                if engine.wire != "http":
+                    what = f"leave {number}"
+                found.append((luck.choice(MOMENTS[3:]), what))
         behind = [n for n, engine in enumerate(engines) if engine.wire != "http"]
         if behind and "broker trouble" in self.has:
             has_old = any(engine.wire == "old" for engine in engines)
@@ -363,7 +375,8 @@ class _Drawing:
         luck, at = self.luck, self.luck.choice(MOMENTS)
         number = luck.choice(behind)
         pairs = [("down", "up"), ("forget", "up"), ("cut", "mend"), ("stall", "go_on")]
-        pairs.append((f"cut_off {number}", f"rejoin {number}"))
+        if not has_old:  # what it says meanwhile is lost, and without numbers nobody can see that
+            pairs.append((f"cut_off {number}", f"rejoin {number}"))
         away, back = luck.choice(pairs)
         kinds = [
             [(at, away), (at + luck.choice([0.01, 0.5, 2.0]), back)],
@@ -372,7 +385,7 @@ class _Drawing:
             [(at, f"leave {number}")],
         ]
         if not has_old:
-            # Without numbers nobody can see that a frame is missing, or another one's.
+            # Nor that a frame is missing, or came twice or late.
             kinds += [
                 [(at, f"lose {luck.randint(0, 20)}")],
                 [(at, f"twice {luck.randint(0, 20)}")],
