@@ -1,4 +1,7 @@
-"""docs/adding-a-state.md is true: its diffs fit, and its commands print what it says."""
+"""docs/adding-a-state.md is true: its diffs fit, and its commands print what it says.
+
+The slowest of them, which runs every plan of tests/rows.py, stands in a block of another kind.
+"""
 
 from __future__ import annotations
 
