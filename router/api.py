@@ -18,7 +18,7 @@ import trio
 from attrs import asdict, evolve
 
 from router.calls import Call, has_key
-from router.errors import Refusal
+from router.errors import SHUTTING_DOWN, Refusal
 from router.front import ClientChannel
 from router.headers import lines_of, request_id_of
 from router.metrics import Metrics
@@ -176,7 +176,7 @@ class Api:
 
     def _readyz(self, _call: Call, _found: Mapping[str, str]) -> Reply:
         if self._house.state is not RouterState.SERVING:
-            raise _Refused(Refusal("shutting_down", "The router is shutting down."))
+            raise _Refused(SHUTTING_DOWN)
         ready, pairing = self._fleet.ready("mixed"), self._serving.pairs.pairing
         if not ready and not pairing.is_complete():
             refusal = pairing.missing() if self._fleet.has_halves else _NO_WORKERS

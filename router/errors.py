@@ -94,6 +94,9 @@ class Refusal:
         }
 
 
+SHUTTING_DOWN = Refusal("shutting_down", "The router is shutting down.", retry_after=1)
+
+
 def nest_error(body: bytes) -> bytes:
     """SGLang's flat `{"object":"error",…}` as `{"error":{…}}`; anything else unchanged.
 

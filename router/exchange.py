@@ -260,8 +260,9 @@ class Exchange:
         reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
         if self.ticket.state in _MOVABLE:
             moving.lose(leg.worker, last_event_at=leg.last_event_at, died=died, reason=reason)
-            if moving.can_migrate and leg.is_stream:
-                leg.stream_outcome = "migrated"
+            if moving.can_migrate and leg.stream_outcome is not None and leg.is_stream:
+                moving.undecided.append((leg.worker.id, leg.stream_outcome))
+                leg.stream_outcome = None
 
     def refuse_unfaithful(self, leg: Leg) -> None:
         """This form will not do: the worker went on with something else, or never got it."""

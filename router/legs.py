@@ -113,7 +113,8 @@ class Leg:
         self.is_error = False
         #: A 2xx stream; only those have a stream outcome.
         self.is_stream = False
-        self.stream_outcome = "upstream_error"
+        #: None where it is told later: a stream that broke may go on elsewhere.
+        self.stream_outcome: str | None = "upstream_error"
         #: The worker is still at an answer that needs no more of it.
         self.has_rest = False
         #: What hears the body; the owner says so when the head is there.

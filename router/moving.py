@@ -7,6 +7,8 @@ one (migration is off, or it is no stream of chat or completions) never moves.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from attrs import define, field
 
 from router.migration.agreement import Agreed, Disagreed, Inquiry, seek
@@ -32,6 +34,12 @@ from router.worker import Worker
 EARLY_TOKENS = 16
 #: So many different ones, and the request itself is suspect.
 EARLY_DEATHS_MAX = 2
+
+
+class StreamEnded(Protocol):
+    """Who counts how streams ended, for the worker that carried them."""
+
+    def __call__(self, *, worker: str, outcome: str) -> None: ...
 
 
 @define(eq=False)
@@ -60,6 +68,8 @@ class Moving:
     lost_at: float | None = None
     lost_worker: str = ""
     reason: str = "stream_broken"
+    #: Streams that broke since the last move: their workers, and how they end if none goes on.
+    undecided: list[tuple[str, str]] = field(factory=list)
     #: Workers that died within the first tokens of this request.
     early_deaths: set[Worker] = field(factory=set)
     #: Continuations that were sent since the break.
@@ -196,6 +206,12 @@ class Moving:
         self.lost_at = None
         self.tries = 0
         self.refused = frozenset()
+
+    def decide(self, ended: StreamEnded, outcome: str | None) -> None:
+        """It is known how the streams that broke have ended; None: as they broke."""
+        for worker, broken in self.undecided:
+            ended(worker=worker, outcome=outcome or broken)
+        self.undecided.clear()
 
     @property
     def unsettled(self) -> Unsettled | None:

@@ -24,7 +24,7 @@ from router.calls import Call, has_key
 from router.choosing import Choice, Chooser
 from router.clocks import Clocks, Deadlines
 from router.config import Settings
-from router.errors import Refusal
+from router.errors import SHUTTING_DOWN, Refusal
 from router.exchange import Exchange
 from router.feed import Feed
 from router.front import ClientChannel
@@ -188,7 +188,7 @@ class Serving:
     def end(self, exchange: Exchange) -> None:
         """The router is going down: end a request. Does not raise."""
         try:
-            exchange.fire("shut_down", Failure(_shutting_down()))
+            exchange.fire("shut_down", Failure(SHUTTING_DOWN))
         except Exception as error:
             self.bugs.met_in(exchange, error)
 
@@ -258,6 +258,9 @@ class Serving:
             self.emptied.wake()
         if moving is not None:
             self._book_break(ticket, moving)
+            moving.decide(
+                self.metrics.stream_ended, {RequestState.FINISHED: "ok"}.get(ticket.state)
+            )
         seconds = now - ticket.started_at
         first = ticket.first_token_at
         first_seconds = None if first is None else first - ticket.started_at
@@ -284,7 +287,7 @@ class Serving:
 
     def _admit(self, exchange: Exchange) -> None:
         if not self.is_serving:
-            exchange.fire("refused", Failure(_shutting_down()))
+            exchange.fire("refused", Failure(SHUTTING_DOWN))
         elif not self.admission.enter(exchange, exchange.channel.waker.wake):
             refusal = Refusal("queue_full", "Too many requests are waiting.", retry_after=1)
             exchange.fire("refused", Failure(refusal))
@@ -407,6 +410,7 @@ class Serving:
             carried_tokens=moving.record.sequence_length,
         )
         log_move(exchange, moving, gap)
+        moving.decide(self.metrics.stream_ended, "migrated")
         moving.arrive()
 
     def poisoned(self, exchange: Exchange) -> None:
@@ -436,7 +440,7 @@ class Serving:
     def leg_settled(self, leg: Leg, outcome: str) -> None:
         """Book one leg; called once by the leg itself."""
         self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
-        if leg.is_stream:
+        if leg.is_stream and leg.stream_outcome is not None:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
 
     def has_other_way(self, exchange: Exchange) -> bool:
@@ -452,7 +456,3 @@ class Serving:
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug was met in this request, which may be over by now."""
         self.bugs.met_in(exchange, error)
-
-
-def _shutting_down() -> Refusal:
-    return Refusal("shutting_down", "The router is shutting down.", retry_after=1)

@@ -182,6 +182,8 @@ def everything_is_counted_once(outcome: Outcome) -> None:
     is_right = counted <= legs if outcome.plan.has_halves else counted == legs
     assert is_right or not is_fixed, f"{counted} legs counted of {legs}"
     assert outcome.sum("baton_stream_outcome_total") <= counted
+    if not outcome.moves:
+        assert not _of(outcome, "baton_stream_outcome_total", 'outcome="migrated"')
     lines = [line for line in outcome.log if line["event"] == "request"]
     lines = [line for line in lines if "frames" not in line]  # those are of agents
     assert len(lines) == len(outcome.tickets)

@@ -72,6 +72,8 @@ def test_with_nobody_else_the_stream_fails_visibly() -> None:
     assert is_told(outcome)
     assert outcome.one.code == "upstream_broken"
     assert outcome.stuck == {"no_candidate": 1}
+    assert outcome.count("baton_stream_outcome_total", worker="w0", outcome="upstream_error") == 1
+    assert outcome.sum("baton_stream_outcome_total") == 1
 
 
 def test_one_that_drains_is_nobody_to_go_on() -> None:
