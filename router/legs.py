@@ -173,6 +173,10 @@ class Leg:
         since = self.last_event_at if self.state is LegState.STREAMING else self.sent_at
         return self.upstream is not None and self.upstream.excuse(since)
 
+    def is_recalled(self) -> bool:
+        """Nobody reaches its worker. Whether it had not taken the request, which is taken back."""
+        return self.upstream is not None and self.upstream.recall()
+
     def pause(self) -> None:
         """Read no more for now: the client is slow. The worker's idle clock stops."""
         self.paused = True

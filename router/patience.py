@@ -35,7 +35,7 @@ def meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
     if is_stalled:
         _meet_stall(exchange, leg)
     elif leg.worker.is_silent:
-        if not exchange.survives(leg, "stalled"):
+        if not leg.is_recalled() and not exchange.survives(leg, "stalled"):
             exchange.lose(leg, "stalled", "leg_stalled", Failure(broken()))
     else:
         leg.worker.probe_soon()

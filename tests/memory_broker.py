@@ -29,6 +29,7 @@ from router.wires.nats.broker import (
     BrokerError,
     Change,
     ChangeKind,
+    Interrupted,
     Message,
     NoConsumer,
     NoJetStream,
@@ -364,6 +365,8 @@ class MemoryBroker:
         self.on_state: list[Callable[[bool], None]] = []
         self.is_cut = False
         self.is_connected = False
+        #: Connections so far.
+        self.lives = 0
         self.trouble = ""
         self.subscriptions: list[MemorySubscription] = []
         self.watches: list[MemoryWatch] = []
@@ -387,6 +390,7 @@ class MemoryBroker:
     def find_connection(self) -> None:
         if not self.is_connected:
             self.is_connected = True
+            self.lives += 1
             self._tell_state()
             for each in list(self.watches):
                 each.begin()
@@ -411,6 +415,10 @@ class MemoryBroker:
             callback(told)
         except Exception as error:
             self.errors.append(error)
+
+    def need_life(self, life: int) -> None:
+        if not self.is_connected or life != self.lives:
+            raise Interrupted("the connection was lost before the answer came")
 
     def need_connection(self) -> None:
         if not self.is_connected:
@@ -478,9 +486,11 @@ class MemoryBroker:
     async def ask(self) -> None:
         """What a round trip to the server is: it may hang, or break."""
         self.need_connection()
-        if not await self.settle(5.0):
+        life = self.lives
+        is_answered = await self.settle(5.0)
+        self.need_life(life)
+        if not is_answered:
             raise BrokerError("no answer in time")
-        self.need_connection()
         if not self.server.has_jetstream:
             raise NoJetStream
 
@@ -691,6 +701,9 @@ class MemoryWorkQueue:
             raise QueueFull("the work queue is full")
         self.broker.server.published.append(message)
         self.broker.server.wake()
+        life = self.broker.lives
+        await self.broker.settle(5.0)
+        self.broker.need_life(life)
 
     def consume(
         self,

@@ -1157,14 +1157,128 @@ async def test_a_queued_request_given_up_is_cancelled_or_not_sent(
         assert len(it.requests) == (0 if moment == "at once" else 1)
 
 
-async def test_a_request_that_may_not_be_stored_is_given_up(autojump_clock: MockClock) -> None:
+async def test_a_queued_request_waits_for_a_broker_that_is_away(autojump_clock: MockClock) -> None:
     async with world(is_there=False, pending_max=5) as it:
         Queue(it).consume()
         it.server.cut(it.near)
+        asked, sent = await it.begin()
+        lost, other = await it.begin()
+        given_up, closed = await it.begin()
+        closed.close()
+        await trio.sleep(4)
+        assert (asked.told, it.requests) == ([], [])
+        it.server.mend(it.near)
+        await trio.sleep(0.1)
+        assert {each.headers[INBOX] for each in it.requests} == {sent.reply, other.reply}
+        assert len(it.requests) == 2
+        await it.frames(sent, HEAD, DATA, DONE)
+
+        assert asked.told == ["connected", 200, "body", "end"]
+        assert (lost.told, given_up.told) == ([], [])
+        it.wire.lose_worker(WORKER)
+        assert lost.told == ["unreachable"]  # nothing of it was lost: it was not sent before
+        it.server.cut(it.near)
         asked, _ = await it.begin()
+        await trio.sleep(6)
+        assert asked.told == ["missed"]
+    assert it.missed == 0  # it never left
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+async def test_a_connection_that_is_lost_at_any_step_of_storing(
+    autojump_clock: MockClock, seconds: float
+) -> None:
+    """What cannot have been stored waits; what may have been is looked after, and sent once."""
+    outcomes = set()
+    for steps in range(20):
+        async with world(is_there=False, pending_max=5) as it:
+            Queue(it).consume()
+            it.far.subscribe(NAMES.cancel(WORKER), it._cancelled, on_lost=lambda _: None)
+            asked = Asked()
+            sent = it.ask(asked)
+            for _ in range(steps):
+                await trio.lowlevel.checkpoint()
+            it.server.cut(it.near)
+            await trio.sleep(seconds)
+            it.server.mend(it.near)
+            await trio.sleep(1.0)
+            assert asked.told == []
+            assert len(it.requests) <= 1, steps
+            if it.requests:
+                await it.frames(sent, HEAD, DATA, DONE)
+            await trio.sleep(10.0)
+            expected = ["connected", 200, "body", "end"] if it.requests else ["missed"]
+            assert asked.told == expected, steps
+            outcomes.add(len(it.requests))
+            assert bool(it.cancels) != bool(it.requests), steps
+        assert it.missed == 1 - len(it.requests)
+    assert outcomes == {0, 1}
+
+
+@pytest.mark.parametrize("has_word", [True, False])
+@pytest.mark.parametrize("is_exposed", [True, False])
+async def test_what_no_agent_has_taken_ran_nowhere(
+    autojump_clock: MockClock, has_word: bool, is_exposed: bool
+) -> None:
+    """An agent would have said so at once, and that was not lost: its worker is passed over."""
+    async with world(is_there=False, pending_max=5) as it:
+        Queue(it).consume()
+        it.far.subscribe(NAMES.cancel(WORKER), it._cancelled, on_lost=lambda _: None)
+        _, sent = await it.begin()
+        if has_word:
+            await it.frames(sent, HEAD, DATA, DONE)
+        else:
+            sent.close()
+        asked, _ = await it.begin()
+        if is_exposed:
+            it.server.cut(it.near)
+            it.server.mend(it.near)
+        it.cancels.clear()
+        it.wire.lose_worker(WORKER)
         await trio.sleep(5)
 
-        assert asked.told == ["missed"]
+        is_sure = has_word and not is_exposed
+        assert asked.told == (["unreachable"] if is_sure else ["missed"])
+        assert len(it.cancels) >= 3
+    assert it.missed == (not is_sure)
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+async def test_probes_of_who_is_not_there_are_refused_and_not_stored(
+    autojump_clock: MockClock, was_there: bool
+) -> None:
+    async with world(is_there=False, pending_max=5) as it:
+        _, first = await it.begin()  # makes the stream
+        assert first.is_over
+        queue = it.far.work_queue(NAMES.stream, [NAMES.requests], max_messages=10)
+        if was_there:
+            durable = NAMES.request(WORKER).rpartition(".")[2]
+            taking = queue.consume(
+                durable, NAMES.request(WORKER), lambda _: None, on_lost=lambda _: None
+            )
+            await wait_all_tasks_blocked()
+            taking.close()
+            await trio.sleep(0.3)
+            asked, _ = await it.begin()
+        began = len(it.server.streams[NAMES.stream].stored)
+        for turn in range(3):
+            probed = Asked()
+            started = trio.current_time()
+            it.line.send(b"GET", b"/health", b"", b"", probed)
+            await wait_all_tasks_blocked()
+            assert probed.told == ["unreachable"]
+            assert trio.current_time() == started
+            if was_there:
+                # Its agent may only be between two connections, at first.
+                assert bool(asked.told) == (turn == 2)
+            await trio.sleep(2.0)
+        assert len(it.server.streams[NAMES.stream].stored) == began
+
+        it.far.subscribe(NAMES.cancel(WORKER), lambda _: None, on_lost=lambda _: None)
+        probe = it.line.send(b"GET", b"/health", b"", b"", Asked())
+        await wait_all_tasks_blocked()
+        assert len(it.server.streams[NAMES.stream].stored) == began + 1
+        probe.close()
 
 
 async def test_a_queued_request_above_the_limit_is_not_stored(autojump_clock: MockClock) -> None:

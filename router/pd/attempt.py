@@ -216,8 +216,9 @@ class PairAttempt:
         if prefill is None or not prefill.leg.is_open or leg.state is LegState.STREAMING:
             return False
         if prefill.leg.worker.is_silent:
-            message = "The prefill worker does not answer."
-            prefill.lose("stalled", Refusal("upstream_broken", message))
+            if not prefill.leg.is_recalled():
+                message = "The prefill worker does not answer."
+                prefill.lose("stalled", Refusal("upstream_broken", message))
             return True
         prefill.leg.worker.probe_soon()
         if is_stalled:

@@ -74,6 +74,12 @@ class Sent(Protocol):
         Then `on_missed` was told.
         """
 
+    def recall(self) -> bool:
+        """Nobody reaches its worker. Whether it still waited for it, and has been taken back.
+
+        Then `on_missed` was told, or `on_broken` where it ran nowhere.
+        """
+
 
 class Direct:
     """A handle with nothing between router and worker: silence is the worker's."""
@@ -81,6 +87,10 @@ class Direct:
     __slots__ = ()
 
     def excuse(self, since: float) -> bool:
+        """Never."""
+        return False
+
+    def recall(self) -> bool:
         """Never."""
         return False
 

@@ -104,7 +104,8 @@ def test_what_is_stored_for_a_killed_agent_goes_elsewhere(stream: bool, is_named
         assert max(each.ended_at for each in answers) < killed_at + GONE_SECONDS
         assert asked(cluster, "w2") == before + 4
         metrics = read_metrics(router.app)
-        assert total(metrics, "baton_nats_missed_total") == 2
+        # It ran nowhere: nothing is lost, and no retry spent.
+        assert total(metrics, "baton_nats_missed_total") == 0
         assert total(metrics, "baton_breaker_trips_total") == 0
         published = cluster.server.published
         left = {
@@ -180,8 +181,103 @@ def test_where_probes_meet_nobody_what_is_stored_goes_elsewhere() -> None:
             assert len(answers) == 1
             cluster.server.streams.clear()
         assert [(each.status, each.is_whole) for each in answers] == [(200, True)] * 2
-        # A probe that was stored is waited for, and the next one meets nobody.
         assert answers[1].ended_at < killed_at + 12.0
+
+    run(story)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_no_agent_has_taken_costs_no_retry(stream: bool) -> None:
+    async def story(cluster: Cluster) -> None:
+        router = cluster.add_router(
+            policy="round_robin", nats_req_max_pending=4, request_max_retries=0
+        )
+        for id in ("w1", "w2"):
+            cluster.add_agent(id, agent=QUEUED)
+        await trio.sleep(WARM_UP_SECONDS + 6.0)
+        answers: list[Answer] = []
+        cluster.agents["w1"].kill()
+        async with trio.open_nursery() as clients:
+            for _ in range(4):
+                clients.start_soon(complete, router, answers, stream)
+        assert [(each.status, each.is_whole) for each in answers] == [(200, True)] * 4
+
+    run(story)
+
+
+def test_an_agent_between_two_connections_takes_what_was_stored_meanwhile() -> None:
+    """Although probes find nobody there."""
+
+    async def story(cluster: Cluster) -> None:
+        router = cluster.add_router(nats_req_max_pending=4, health_check_interval_secs=1.0)
+        one = cluster.add_agent("w1", agent=QUEUED)
+        await trio.sleep(WARM_UP_SECONDS)
+        answers: list[Answer] = []
+        cluster.server.cut(one.broker)
+        async with trio.open_nursery() as clients:
+            clients.start_soon(complete, router, answers)
+            await trio.sleep(2.5)
+            assert not answers
+            cluster.server.mend(one.broker)
+        assert [(each.status, each.is_whole) for each in answers] == [(200, True)]
+        assert asked(cluster, "w1") == 1
+
+    run(story)
+
+
+@pytest.mark.parametrize("pending", [0, 4], ids=["core", "stored"])
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("retries", [0, 2])
+def test_new_requests_wait_for_the_broker(pending: int, forgets: bool, retries: int) -> None:
+    async def story(cluster: Cluster) -> None:
+        router = cluster.add_router(nats_req_max_pending=pending, request_max_retries=retries)
+        for id in ("w1", "w2"):
+            cluster.add_agent(id, agent={"nats_req_max_pending": pending})
+        await trio.sleep(WARM_UP_SECONDS)
+        answers: list[Answer] = []
+        cluster.server.down(forgets=forgets)
+        async with trio.open_nursery() as clients:
+            for turn in range(4):
+                clients.start_soon(complete, router, answers, turn % 2 == 0)
+                await trio.sleep(0.5)
+            cluster.server.up()
+        assert [(each.status, each.is_whole) for each in answers] == [(200, True)] * 4
+        metrics = read_metrics(router.app)
+        assert total(metrics, "baton_nats_missed_total") == 0
+        assert total(metrics, "baton_retries_total") == 0
+        assert asked(cluster, "w1") + asked(cluster, "w2") == 4
+
+    run(story)
+
+
+@pytest.mark.parametrize("pending", [0, 4], ids=["core", "stored"])
+def test_continuations_wait_for_the_broker(pending: int) -> None:
+    """The worker over HTTP dies while the broker is away for a moment."""
+
+    async def story(cluster: Cluster) -> None:
+        router = cluster.add_router(nats_req_max_pending=pending, migration_limit=1)
+        engine = cluster.start_engine("beside", faults="request=1:cut,after_events=32")
+        url = cluster.reach(router, engine)
+        await trio.sleep(0.1)
+        router.app.fleet.add(WorkerSpec.parse(f"{url},engine=vllm"))
+        await trio.sleep(WARM_UP_SECONDS)
+        found: list[Answer] = []
+        async with trio.open_nursery() as clients:
+
+            async def ask() -> None:
+                found.append(await router.complete(40))
+
+            clients.start_soon(ask)
+            await trio.sleep(0.5)
+            cluster.add_agent("w1", agent={"nats_req_max_pending": pending})
+            await trio.sleep(WARM_UP_SECONDS)
+            cluster.server.down()
+            await trio.sleep(3.0)
+            cluster.server.up()
+        (answer,) = found
+        assert (answer.status, answer.is_whole) == (200, True)
+        metrics = read_metrics(router.app)
+        assert total(metrics, "baton_nats_missed_total") == 0
 
     run(story)
 

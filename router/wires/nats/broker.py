@@ -37,6 +37,10 @@ class BrokerAway(Exception):
     """Not connected, never connected, or more is waiting to be sent than the buffer holds."""
 
 
+class Interrupted(BrokerAway):
+    """The connection was lost before the answer came: the broker may have done what was asked."""
+
+
 class BrokerError(Exception):
     """The broker answered that it cannot, or did not answer in time."""
 
@@ -173,8 +177,8 @@ class WorkQueue(Protocol):
     ) -> None:
         """Store; returns when the broker has it.
 
-        Raises QueueFull, PayloadTooLarge, BrokerAway, BrokerError. After a BrokerError that is no
-        QueueFull, as when cancelled, it may have been stored.
+        Raises QueueFull, PayloadTooLarge, BrokerAway, BrokerError. After Interrupted, or a
+        BrokerError that is no QueueFull, as when cancelled, it may have been stored.
         """
 
     def consume(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from attrs import define, field
 
@@ -19,11 +20,13 @@ from router.wires.line import Answered
 from router.wires.nats.broker import Broker, BrokerAway, Message, PayloadTooLarge, Subscription
 from router.wires.nats.protocol import ACCEPT, ACCEPTED, CANCEL_SECONDS, CANCELS, INBOX
 from router.wires.nats.sent import NatsSent
+from router.wires.nats.untaken import lose
 
 #: After the broker is back its agents may not be, for a moment (they try once a second): that
 #: nobody listens is not believed at once.
 SETTLING_SECONDS = 3.0
-ABSENT_AGAIN_SECONDS = 0.25
+#: Between two attempts while the broker is there.
+AGAIN_SECONDS = 0.25
 
 
 @define(eq=False)
@@ -40,8 +43,8 @@ class Inbox:
     _prefix: str = field(init=False)
     _last: int = 0
     _open: dict[str, NatsSent] = field(factory=dict)
-    #: Requests that wait for the broker: subject, payload, and until when.
-    _waiting: dict[NatsSent, tuple[str, bytes, float]] = field(factory=dict)
+    #: Requests that wait for the broker: what sends them, and until when.
+    _waiting: dict[NatsSent, tuple[Callable[[], None], float]] = field(factory=dict)
     #: Requests sent while agents were coming back: subject and payload, to send them again.
     _again: dict[NatsSent, tuple[str, bytes]] = field(factory=dict)
     #: Until then after the broker was away.
@@ -111,8 +114,7 @@ class Inbox:
         if again is None:
             return False
         sent.is_published = False
-        self._waiting[sent] = (*again, self.reactor.now + self.connect_seconds)
-        self.reactor.sweeper.arm(sent, self.reactor.now + ABSENT_AGAIN_SECONDS)
+        self.wait(sent, partial(self.publish, sent, *again))
         return True
 
     def publish(self, sent: NatsSent, subject: str, payload: bytes) -> None:
@@ -121,19 +123,27 @@ class Inbox:
             if sent.is_cold:
                 sent.miss("the broker is away")
                 return
-            until = self.reactor.now + self.connect_seconds
-            self._waiting[sent] = (subject, payload, until)
-            self.reactor.sweeper.arm(sent, until)
+            self.wait(sent, partial(self.publish, sent, subject, payload))
+
+    def wait(self, sent: NatsSent, send: Callable[[], None]) -> None:
+        """It could not be sent: `send` is called when the broker is back, or in a moment.
+
+        A broker that stays away for `connect_seconds` makes it a miss.
+        """
+        until = self.reactor.now + self.connect_seconds
+        self._waiting[sent] = (send, until)
+        look_at = self.reactor.now + AGAIN_SECONDS if self.is_connected else until
+        self.reactor.sweeper.arm(sent, look_at)
 
     def wait_on(self, sent: NatsSent, now: float) -> float | None:
         """How long a request still waits for the broker; past that it is lost."""
         waiting = self._waiting.get(sent)
         if waiting is None:
             return None
-        subject, payload, until = waiting
+        send, until = waiting
         if self.is_connected:
             del self._waiting[sent]
-            self.publish(sent, subject, payload)
+            send()
             return None
         if now < until:
             return until
@@ -159,7 +169,7 @@ class Inbox:
     def lose_worker(self, cancel_subject: str, why: str) -> None:
         """A worker has gone without a word; within a batch of the reactor's."""
         every = [each for each in self._open.values() if each.cancel_subject == cancel_subject]
-        self._tell_each(every, lambda sent: sent.lose_worker(why))
+        self._tell_each(every, lambda sent: lose(sent, why))
 
     # What the broker tells
 
@@ -208,21 +218,21 @@ class Inbox:
         if is_connected:
             if self._was_lost:  # at the first connection, who is not there is absent
                 self._settled_at = self.reactor.now + SETTLING_SECONDS
-            waiting, self._waiting = self._waiting, {}
             self._tell_each(every, NatsSent.reconnected)
-            self._tell_each(list(waiting), lambda sent: self.publish(sent, *waiting[sent][:2]))
+            waiting, self._waiting = self._waiting, {}
+            self._tell_each(list(waiting), lambda sent: waiting[sent][0]())
         else:
             self._was_lost = True
             self._tell_each(every, lambda sent: sent.expose("the connection to the broker is lost"))
         self.reactor.end_batch()
 
-    def _tell_each(self, every: Sequence[NatsSent], tell: Callable[[NatsSent], None]) -> None:
+    def _tell_each(self, every: Sequence[NatsSent], tell: Callable[[NatsSent], object]) -> None:
         for sent in every:
             self.guard(sent, tell)
 
     # Bugs
 
-    def guard(self, sent: NatsSent, tell: Callable[[NatsSent], None]) -> None:
+    def guard(self, sent: NatsSent, tell: Callable[[NatsSent], object]) -> None:
         """Do something that calls back; what it raises ends this attempt's request only."""
         answered = sent.answered
         try:

@@ -24,6 +24,7 @@ from router.wires.nats.broker import (
     BrokerAway,
     BrokerError,
     Core,
+    Interrupted,
     Message,
     NoJetStream,
     OnLost,
@@ -144,7 +145,7 @@ class Api:
     async def ask(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> Message:
-        """One request, one answer. Raises BrokerAway, BrokerError (none in time)."""
+        """One request, one answer. Raises BrokerAway, Interrupted, BrokerError (none in time)."""
         if not self._inbox:
             self._inbox = self.core.new_inbox()
             self.core.subscribe(f"{self._inbox}.*", self._on_answers, on_lost=self._on_lost)
@@ -159,7 +160,7 @@ class Api:
         if not asked.done.is_set():
             raise BrokerError(f"no answer from {subject}")
         if asked.answer is None:
-            raise BrokerAway("the connection to the broker was lost")
+            raise Interrupted("the connection to the broker was lost")
         return asked.answer
 
     def _on_answers(self, messages: Sequence[Message]) -> None:
@@ -252,9 +253,12 @@ class Stream:
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Store one message. Raises PayloadTooLarge, QueueFull, BrokerAway, BrokerError."""
+        """Store one message. Raises what `WorkQueue.publish` does."""
         for _ in range(2):
-            await self.ensure()
+            try:
+                await self.ensure()
+            except Interrupted as error:
+                raise BrokerAway(str(error)) from None  # nothing was sent that could be stored
             message = await self.api.ask(subject, payload, headers)
             if not message.is_no_responders:
                 break

@@ -127,10 +127,12 @@ class NatsLine:
         payload = write_request(
             method, target, lines, body, stream=streams, migratable=streams and movable()
         )
-        if queues and wire.queueing is not None:
+        if wire.queueing is None:
+            wire.inbox.publish(sent, self.subject, payload)
+        elif queues:
             wire.queueing.submit(sent, self.worker_id, self.subject, payload)
         else:
-            wire.inbox.publish(sent, self.subject, payload)
+            wire.queueing.knock(sent, self.worker_id, self.subject, payload)
         return sent
 
     def close(self) -> None:

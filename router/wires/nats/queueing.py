@@ -7,12 +7,14 @@ many streams at once. A backlog that cannot be read refuses nobody.
 
 A stream stores for workers that are not there as well, so that nobody is there has to be found out
 otherwise: no consumer of that name was ever made, and the broker says that nobody listens at the
-worker's subject for cancels, which every worker does, old ones included.
+worker's subject for cancels, which every worker does, old ones included. Probes, which the stream
+captures as well, ask for the latter before they are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 
 import structlog
@@ -23,6 +25,7 @@ from router.wires.nats.broker import (
     Broker,
     BrokerAway,
     BrokerError,
+    Interrupted,
     Message,
     NoConsumer,
     PayloadTooLarge,
@@ -30,9 +33,10 @@ from router.wires.nats.broker import (
     Subscription,
     WorkQueue,
 )
-from router.wires.nats.inbox import Inbox
+from router.wires.nats.inbox import SETTLING_SECONDS, Inbox
 from router.wires.nats.protocol import ACCEPT, ACCEPTED, INBOX, token_of
 from router.wires.nats.sent import NatsSent
+from router.wires.nats.untaken import put_off
 
 #: How long a backlog that was read is believed.
 BELIEVED_SECONDS = 0.2
@@ -151,6 +155,8 @@ class Queueing:
     pending_max: int
     spawn: Callable[[Callable[[], Awaitable[object]]], None]
     _waiting: dict[str, Waiting] = field(factory=dict)
+    #: Since when nobody has answered the knocks at a worker.
+    _unheard_since: dict[str, float] = field(factory=dict)
     _doorbell: Doorbell = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -168,16 +174,55 @@ class Queueing:
         if waiting.is_known_full(self.inbox.reactor.now):
             sent.meet_full_queue()
             return
-        there, sent.is_stored = waiting, True
+        sent.is_stored = True
+        self._send_soon(sent, waiting, subject, payload)
 
+    def _send_soon(self, sent: NatsSent, waiting: Waiting, subject: str, payload: bytes) -> None:
         async def send() -> None:
-            await self._send(sent, there, subject, payload)
+            await self._send(sent, waiting, subject, payload)
 
         self.spawn(send)
+
+    def knock(self, sent: NatsSent, worker_id: str, subject: str, payload: bytes) -> None:
+        """Send a probe by the subject alone, unless nobody is there: a stream would keep it."""
+        inbox = self.inbox
+        if not inbox.is_connected:
+            inbox.publish(sent, subject, payload)
+            return
+
+        async def knock() -> None:
+            is_there = await self._is_heard(worker_id, sent.cancel_subject)
+            if is_there:
+                self._tell(sent, lambda sent: inbox.publish(sent, subject, payload))
+            elif inbox.is_settling or self._is_gone(worker_id):
+                self._tell(sent, NatsSent.meet_absence)
+            else:
+                self._tell(sent, NatsSent.meet_nobody)
+
+        self.spawn(knock)
+
+    async def _is_heard(self, worker_id: str, cancel_subject: str) -> bool:
+        """False when the broker says that nobody listens there."""
+        rung = self._doorbell.ring(cancel_subject)
+        try:
+            await self.queue.backlog(token_of(worker_id))
+        except (BrokerAway, BrokerError):
+            pass  # any answer of the broker's comes after that of the bell
+        finally:
+            is_heard = not self._doorbell.is_nobody_there(rung)
+        if is_heard:
+            self._unheard_since.pop(worker_id, None)
+        return is_heard
+
+    def _is_gone(self, worker_id: str) -> bool:
+        """Not only between two connections, after which it takes what is stored for it."""
+        now = trio.current_time()
+        return now - self._unheard_since.setdefault(worker_id, now) >= SETTLING_SECONDS
 
     def forget(self, worker_id: str) -> None:
         """The worker has left."""
         self._waiting.pop(worker_id, None)
+        self._unheard_since.pop(worker_id, None)
 
     def close(self) -> None:
         """Idempotent."""
@@ -203,9 +248,20 @@ class Queueing:
         except PayloadTooLarge as error:
             limit = error.limit
             self._tell(sent, lambda sent: sent.meet_limit(limit))
-        except (BrokerAway, BrokerError) as error:
+        except Interrupted as error:
+            # Its frames show that it was stored, or their absence that it was not.
+            detail = f"not stored for sure: {error}"
+            self._tell(sent, lambda sent: sent.expose(detail))
+        except BrokerAway:
+            again = partial(self._send_soon, sent, waiting, subject, payload)
+            self._tell(sent, lambda sent: self._put_off(sent, again))
+        except BrokerError as error:
             detail = f"not stored for sure: {error}"
             self._tell(sent, lambda sent: sent.miss(detail))
+
+    def _put_off(self, sent: NatsSent, again: Callable[[], None]) -> None:
+        put_off(sent)
+        self.inbox.wait(sent, again)
 
     def _tell(self, sent: NatsSent, tell: Callable[[NatsSent], None]) -> None:
         """What a task has found out, as if the reactor had."""

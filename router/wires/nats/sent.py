@@ -37,6 +37,7 @@ from router.wires.nats.protocol import (
 )
 from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, JSON, are_events, headers_of, is_packed, refusal_of
+from router.wires.nats.untaken import lose
 
 if TYPE_CHECKING:
     from router.wires.nats.inbox import Inbox
@@ -54,18 +55,17 @@ class NatsSent:
 
     __slots__ = (
         "_frames",
-        "_has_begun",
         "_has_head",
         "_held",
         "_is_paused",
         "_kept",
         "_leaves_at",
         "_passes",
-        "_silence",
         "_streams",
         "answered",
         "armed_at",
         "cancel_subject",
+        "has_begun",
         "inbox",
         "is_cold",
         "is_over",
@@ -74,6 +74,7 @@ class NatsSent:
         "peer",
         "rank",
         "reply",
+        "silence",
     )
 
     def __init__(
@@ -103,9 +104,9 @@ class NatsSent:
         self.is_over = False
         self._streams = streams
         self._frames = Numbering()
-        self._has_begun = False
+        self.has_begun = False
         self._has_head = False
-        self._silence = Silence(peer)
+        self.silence = Silence(peer)
         self.peer = peer
         self._is_paused = False
         #: Data goes straight to whoever is told.
@@ -179,15 +180,14 @@ class NatsSent:
 
     def excuse(self, since: float) -> bool:
         """The broker was away meanwhile, or has dropped messages."""
-        if self.inbox.is_connected and self._silence.cut_off_at < since:
+        if self.inbox.is_connected and self.silence.cut_off_at < since:
             return False
         self.miss("the broker was away for a part of its time")
         return True
 
-    def lose_worker(self, why: str) -> None:
-        """Its worker has gone: what waits for it in a queue is taken by nobody."""
-        if self.is_stored and not self._has_begun and not self.is_over:
-            self.miss(why)
+    def recall(self) -> bool:
+        """See `Line`."""
+        return lose(self, ABSENT)
 
     def expose(self, why: str) -> None:
         """Messages to us may have been lost: whoever numbers them shows whether any were."""
@@ -196,23 +196,22 @@ class NatsSent:
         if self._frames.is_numbered is False or self.is_cold:
             self.miss(why)
             return
-        self._silence.exposed_at = self.inbox.reactor.now
+        self.silence.exposed_at = self.inbox.reactor.now
         self._watch()
 
     def published(self) -> None:
         """It has gone to the worker itself, and not into a queue where it may wait."""
         self.is_published = True
         if not self.is_cold:
-            self._silence.is_awaited = True
-            self._silence.heard_at = self.inbox.reactor.now
+            self.silence.sent(self.inbox.reactor.now)
             self._watch()
 
     def reconnected(self) -> None:
         """Silence counts from now on: nobody could be heard before."""
         self.peer.back_at = None
-        self._silence.back_at = self.inbox.reactor.now
+        self.silence.back_at = self.inbox.reactor.now
         if self.is_published and not self.is_over:
-            self._arm(self._silence.back_at + SECOND_LOOK_SECONDS)
+            self._arm(self.silence.back_at + SECOND_LOOK_SECONDS)
 
     # What comes
 
@@ -227,7 +226,7 @@ class NatsSent:
             frames.expected += 1
         elif not self._counts(message):
             return
-        self._silence.heard_at = self.inbox.reactor.now
+        self.silence.heard_at = self.inbox.reactor.now
         if self._passes and kind == DATA:
             if message.payload and self.answered is not None:
                 self.answered.on_body(message.payload)
@@ -252,7 +251,7 @@ class NatsSent:
 
     def _tell_pieces(self, pieces: list[bytes]) -> None:
         if pieces:
-            self._silence.heard_at = self.inbox.reactor.now
+            self.silence.heard_at = self.inbox.reactor.now
             data = b"".join(pieces)
             pieces.clear()
             if data and self.answered is not None:
@@ -260,18 +259,19 @@ class NatsSent:
 
     def _counts(self, message: Message) -> bool:
         """Whether this frame is the next one; whatever else it is, is dealt with."""
-        place = self._frames.place(message, is_exposed=self._silence.is_exposed)
+        place = self._frames.place(message, is_exposed=self.silence.is_exposed)
         if place is Place.NEXT:
             if not self._frames.is_numbered:
                 self.peer.has_word = False
             return True
         if place is Place.NOBODY:
-            self._meet_absence()
+            self.meet_absence()
         elif isinstance(place, str):
             self.miss(place)
         return False
 
-    def _meet_absence(self) -> None:
+    def meet_absence(self) -> None:
+        """Nobody listens at the worker's subject."""
         if self.inbox.is_settling and self.answered is not None:
             # The broker is just back, and the agent may be a moment later.
             if self.is_cold:
@@ -286,14 +286,14 @@ class NatsSent:
     def _take_other(self, kind: str, message: Message) -> None:
         if self.peer.back_at is None:
             self.peer.back_at = self.inbox.reactor.now
-        if not self._has_begun:
-            self._has_begun = True
-            self._silence.began()
+        if not self.has_begun:
+            self.has_begun = True
+            self.silence.began()
             self.inbox.arrived(self)
             if self.answered is not None:
                 self.answered.on_connected()
         if kind in (HEARTBEAT, STILL, HEAD):
-            self._silence.is_beating = self.peer.has_word = True
+            self.silence.is_beating = self.peer.has_word = True
             self._watch()
         if kind in TERMINAL and (self.answered is None or not self._kept):
             self._finish()
@@ -430,7 +430,7 @@ class NatsSent:
         return self._look_at_silence(now)
 
     def _look_at_silence(self, now: float) -> float | None:
-        found = self._silence.look(now, self.inbox.is_connected)
+        found = self.silence.look(now, self.inbox.is_connected)
         if not isinstance(found, Verdict):
             return found
         tell = self._fail if found is Verdict.GONE else self.miss
@@ -439,8 +439,8 @@ class NatsSent:
 
     def _watch(self) -> None:
         if self.armed_at is None:
-            self._silence.heard_at = max(self._silence.heard_at, self.inbox.reactor.now)
-            self._arm(self._silence.heard_at + HEARTBEAT_LOST_SECONDS)
+            self.silence.heard_at = max(self.silence.heard_at, self.inbox.reactor.now)
+            self._arm(self.silence.heard_at + HEARTBEAT_LOST_SECONDS)
 
     def _arm(self, when: float) -> None:
         self.inbox.reactor.sweeper.arm(self, when)

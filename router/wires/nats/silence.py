@@ -55,9 +55,22 @@ class Silence:
     is_awaited: bool = False
     _looked_at: float = field(init=False, default=0.0)
 
+    def sent(self, now: float) -> None:
+        """It has gone to the worker itself."""
+        self.is_awaited, self.heard_at = True, now
+
     def began(self) -> None:
         """The first frame has come."""
         self.is_awaited = False
+
+    def withdrawn(self) -> None:
+        """The request has not been sent after all: nothing of it was lost."""
+        self.exposed_at = float("-inf")
+
+    @property
+    def was_exposed(self) -> bool:
+        """Frames may have been lost since it was sent."""
+        return self.exposed_at > float("-inf")
 
     @property
     def is_exposed(self) -> bool:
