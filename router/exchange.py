@@ -177,6 +177,10 @@ class Exchange:
         leg.fire("let_go")
         self.fire("passed_over", failure)
 
+    def on_leg_unread(self, leg: Leg) -> None:
+        """It ends as with any client that reads too little; where else would it wait for him?"""
+        self.channel.give_up()
+
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         if not self.survives(leg, "let_go"):
             refusal = unreachable() if leg.state is LegState.CONNECTING else broken()

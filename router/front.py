@@ -413,9 +413,13 @@ class ClientChannel(Channel):
         if untaken < self._untaken:
             self._untaken, self._stalled_since = untaken, now
         else:
-            self._leave(hard=True)
+            self.give_up()
 
     # Ends
+
+    def give_up(self) -> None:
+        """The client reads too little: it counts as gone, and the rest is thrown away."""
+        self._leave(hard=True)
 
     def _leave(self, *, hard: bool = False) -> None:
         """The client is gone: tell whoever serves it, close."""

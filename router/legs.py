@@ -40,6 +40,9 @@ class LegOwner(Protocol):
     def on_leg_too_large(self, leg: Leg, limit: int) -> None:
         """What was to be sent is more than the wire to this worker takes (bytes)."""
 
+    def on_leg_unread(self, leg: Leg) -> None:
+        """More of the answer waits for a slow client than the wire keeps: no fault of a worker."""
+
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
         """The wire has failed, and nobody knows what the worker does."""
 
@@ -235,6 +238,10 @@ class Leg:
     def on_too_large(self, limit: int) -> None:
         if self.is_open:
             self.owner.on_leg_too_large(self, limit)
+
+    def on_unread(self) -> None:
+        if self.is_open:
+            self.owner.on_leg_unread(self)
 
     def on_missed(self, detail: str) -> None:
         if self.is_open:

@@ -172,10 +172,13 @@ def told_by_decode(fact: str, *, answer_began: bool, end_was_seen: bool) -> str:
     return _TOLD[fact]
 
 
-def told_by_prefill(fact: str, *, answer_began: bool) -> str:
+def told_by_prefill(fact: str, *, answer_began: bool, was_received: bool = True) -> str:
     """The request's word for the fact that ended the prefill leg of its current attempt badly.
 
     A 4xx is a verdict on the request; once decode's answer has begun nobody can be given it. A bug
     of ours in the reading of a prefill is a failed prefill: decode waits for it just the same.
+    Where nobody was there to receive it, nothing of this attempt was tried: the next pair is.
     """
+    if not was_received and not answer_began:
+        return "passed_over"
     return "rejected" if fact == "rejected" and not answer_began else "prefill_failed"

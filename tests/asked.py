@@ -55,6 +55,9 @@ class Asked:
     def on_too_large(self, limit: int) -> None:
         self._note("too large", limit)
 
+    def on_unread(self) -> None:
+        self._note("unread")
+
     def on_missed(self, detail: str) -> None:
         self.detail = detail
         self._note("missed")

@@ -35,7 +35,7 @@ SIZES = {
     "one breaker": (273, 1401),
     "one worker": (700, 1564),
     "one request": (2443, 10702),
-    "one request on pairs": (3328, 10106),
+    "one request on pairs": (6366, 18649),
     "one worker and its requests": (9402, 36215),
     "one request behind a bad wire": (11537, 31376),
 }
@@ -58,7 +58,7 @@ def test_the_check_covers_every_world() -> None:
 #: Worlds of the nightly check.
 DEEP_SIZES = {
     "one request": 36539,
-    "one request on pairs": 21636,
+    "one request on pairs": 44612,
     "one breaker": 7101,
     "one worker": 8762,
     "the router": 2269,

@@ -218,6 +218,9 @@ class Proxied:
     def on_too_large(self, limit: int) -> None:
         raise AssertionError("HTTP has no such limit")
 
+    def on_unread(self) -> None:
+        raise AssertionError("HTTP keeps nothing")
+
     def on_missed(self, detail: str) -> None:
         raise AssertionError("HTTP misses nothing")
 

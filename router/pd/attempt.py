@@ -270,8 +270,14 @@ class PairAttempt:
     def _fail(self, verdict: Verdict) -> None:
         ticket = self.exchange.ticket
         assert verdict.failure is not None
-        word = told_by_prefill(verdict.fact, answer_began=ticket.state in _BEGUN)
-        if verdict.fact == "let_go":  # lost on its way: no fault of the worker's
+        word = told_by_prefill(
+            verdict.fact,
+            answer_began=ticket.state in _BEGUN,
+            was_received=verdict.was_received,
+        )
+        if (
+            verdict.fact == "let_go" and verdict.was_received
+        ):  # lost on its way: no fault of the worker's
             ticket.note_miss(self.choice.prefill.worker)
         elif word != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
             ticket.tried.add(self.choice.prefill.worker)

@@ -181,7 +181,7 @@ class Prefill:
         elif connecting:
             refusal = Refusal("upstream_unreachable", "The prefill worker cannot be reached.")
             if leg.is_absent:
-                self._let_go(leg, "unreachable", refusal)
+                self._let_go(leg, "unreachable", refusal, was_received=False)
                 return
             self._conclude(Verdict("broke", "unreachable", Failure(refusal)))
         else:
@@ -209,13 +209,18 @@ class Prefill:
         refusal = Refusal("upstream_broken", "The prefill's answer was lost on its way.")
         self._let_go(leg, "broken", refusal)
 
-    def _let_go(self, leg: Leg, reason: str, refusal: Refusal) -> None:
+    def on_leg_unread(self, leg: Leg) -> None:
+        raise AssertionError("a prefill is never paused")
+
+    def _let_go(
+        self, leg: Leg, reason: str, refusal: Refusal, *, was_received: bool = True
+    ) -> None:
         """It ends without a verdict on the worker."""
         is_known = self._lost_decode
         leg.let_go("aborted")
         self._waker.wake()
         if not is_known:
-            self._tell(Verdict("let_go", reason, Failure(refusal)))
+            self._tell(Verdict("let_go", reason, Failure(refusal), was_received=was_received))
 
     def on_crash(self, error: Exception) -> None:
         self._bug = error

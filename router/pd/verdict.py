@@ -40,6 +40,8 @@ class Verdict:
     failure: Failure | None = None
     #: What decode takes over (vLLM).
     handoff: bytes | None = None
+    #: Not so where nobody was there, and the wire has said so.
+    was_received: bool = True
 
 
 GOOD = Verdict("completed")

@@ -85,6 +85,9 @@ class _Inbox(httpx.AsyncByteStream):
         message = f"more than {limit} bytes"
         self._fail(httpx.LocalProtocolError(message, request=self.request))
 
+    def on_unread(self) -> None:
+        self._fail(httpx.ReadError("more waits than is kept", request=self.request))
+
     def on_missed(self, detail: str) -> None:
         self._fail(WireAway(detail, request=self.request))
 

@@ -46,6 +46,9 @@ class Answered(Protocol):
     def on_too_large(self, limit: int) -> None:
         """What was to be sent is more than the wire takes (bytes); nobody has got any of it."""
 
+    def on_unread(self) -> None:
+        """More waits behind `pause` than the wire keeps; whoever paused it reads too little."""
+
     def on_missed(self, detail: str) -> None:
         """The wire itself has failed: no fault of the worker's, which may still be at it."""
 

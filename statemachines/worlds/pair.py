@@ -54,6 +54,9 @@ class World:
     was_retried: bool = False
     was_moved: bool = False
     prefill_failed_late: bool = False
+    #: Nobody was there to receive the prefill of the current attempt.
+    prefill_absent: bool = False
+    was_passed_over: bool = False
     #: Legs that were sent and have no outcome yet, counted up and down one by one.
     unbooked: int = 0
     #: Statuses that the client was given.
@@ -146,6 +149,7 @@ class _Pair:
             prefill=L.CONNECTING,
             decode=L.CONNECTING if at_once else None,
             decode_erred=False,
+            prefill_absent=False,
             unbooked=world.unbooked + 1 + at_once,
         )
         return self.told(sent, "admitted")
@@ -153,16 +157,20 @@ class _Pair:
     def prefill_acts(self, world: World) -> Iterator[tuple[str, World]]:
         for fact in PREFILL_DOES.get(world.prefill, ()):
             yield f"prefill {fact}", self.prefill_told(world, fact)
+        if world.prefill is L.CONNECTING:
+            yield "nobody is there for prefill", self.prefill_told(world, "let_go")
         if world.prefill is L.SUCCEEDED and world.decode is None:
             sent = evolve(world, decode=L.CONNECTING, unbooked=world.unbooked + 1)
             yield "decode is sent", sent
 
     def prefill_told(self, world: World, fact: str) -> World:
         state = fire(self.leg, world.prefill or L.CONNECTING, fact).target
-        after = _booked(evolve(world, prefill=state), state)
+        is_absent = fact == "let_go"
+        absent = world.prefill_absent or is_absent
+        after = _booked(evolve(world, prefill=state, prefill_absent=absent), state)
         if state in LEG.open or state is L.SUCCEEDED or world.decode_erred:
             return after
-        word = told_by_prefill(fact, answer_began=world.answer_began)
+        word = told_by_prefill(fact, answer_began=world.answer_began, was_received=not is_absent)
         late = world.state in (S.STREAMING, S.POISONED)
         return evolve(self.told(after, word), prefill_failed_late=late)
 
@@ -175,6 +183,10 @@ class _Pair:
         if world.decode is L.WAITING:
             erred = evolve(world, decode=L.ANSWERING, decode_erred=True)
             yield "decode answers with an error", erred
+        if world.decode is L.CONNECTING and world.state in (S.DISPATCHING, S.RESUMING):
+            closed = fire(self.leg, world.decode, "let_go").target
+            absent = _booked(evolve(world, decode=closed), closed)
+            yield "nobody is there for decode", self.told(absent, "passed_over")
         if world.state is S.DISPATCHING and world.decode is L.ANSWERING:
             yield "head forwarded", self.told(_given_head(world), "answered")
         for fact in DECODE_DOES.get(world.decode, ()):
@@ -244,7 +256,8 @@ def _open(world: World) -> bool:
 def _spent(world: World, fact: str, target: Enum) -> World:
     """Budgets and ghosts after the request went from `world.state` to `target`."""
     retries, moves, forms, untried = world.retries, world.moves, world.forms, world.untried
-    retries -= target is S.QUEUED
+    retried = target is S.QUEUED and fact != "passed_over"
+    retries -= retried
     moved = world.state is S.RESUMING and target in (S.STREAMING, S.POISONED, S.FINISHED)
     moves -= moved
     forms -= world.state is S.RESUMING and fact == "rejected" and target is S.MIGRATING
@@ -260,7 +273,8 @@ def _spent(world: World, fact: str, target: Enum) -> World:
         moves=moves,
         forms=forms,
         untried=untried,
-        was_retried=world.was_retried or target is S.QUEUED,
+        was_retried=world.was_retried or retried,
+        was_passed_over=world.was_passed_over or fact == "passed_over",
         was_moved=world.was_moved or moved,
         last_fact=fact if target in REQUEST.final else "",
     )
@@ -285,10 +299,16 @@ def show(world: World) -> Mapping[str, str]:
 ATTEMPT = REQUEST.scopes["attempt"]
 FAILED_LEG = (L.REFUSED, L.PUSHED_BACK, L.BROKEN, L.CRASHED)
 
+
+def _has_failed(world: World) -> bool:
+    """Nothing will come of the prefill of this attempt."""
+    return world.prefill in FAILED_LEG or world.prefill_absent
+
+
 ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "no decode leg outlives its attempt": lambda w: w.state in ATTEMPT or w.decode not in LEG.open,
     "a bootstrap prefill is never cancelled": lambda w: (
-        w.topology is Topology.SERIAL or w.prefill is not L.CLOSED
+        w.topology is Topology.SERIAL or w.prefill is not L.CLOSED or w.prefill_absent
     ),
     "a serial prefill does not outlive its attempt": lambda w: (
         w.topology is Topology.BOOTSTRAP or w.orphans == 0
@@ -297,7 +317,7 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
         w.topology is Topology.BOOTSTRAP or w.decode is None or w.prefill is L.SUCCEEDED
     ),
     "no decode outlives its prefill's failure before the first token": lambda w: (
-        w.prefill not in FAILED_LEG
+        not _has_failed(w)
         or w.decode not in LEG.open
         or w.decode_erred
         or w.state in (S.STREAMING, S.POISONED)
@@ -312,7 +332,7 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
     ),
     "aborted is what had a head, no token, and a failed prefill": lambda w: (
         w.state is not S.ABORTED
-        or (w.client_has_head and not w.client_has_content and w.prefill in FAILED_LEG)
+        or (w.client_has_head and not w.client_has_content and _has_failed(w))
     ),
     "a retry means that the client received nothing": lambda w: (
         w.state is not S.QUEUED or not w.client_has_head
@@ -325,6 +345,9 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
         w.client_left is (w.state is S.ABANDONED)
     ),
 }
+
+
+ABSENCES = ("nobody is there for prefill", "nobody is there for decode")
 
 
 def _prefill_failed(world: World, after: World) -> bool:
@@ -355,6 +378,18 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
         or w.state is S.MIGRATING
         or w.can_migrate
         or word.endswith("rejected")
+        or word in ABSENCES
+    ),
+    "where half a pair is not there, the next pair is asked, and nothing is spent": (
+        lambda w, word, after: (
+            word not in ABSENCES
+            or w.decode_erred
+            or w.state not in (S.DISPATCHING, S.RESUMING)
+            or (
+                after.state is (S.QUEUED if w.state is S.DISPATCHING else S.MIGRATING)
+                and (after.retries, after.moves) == (w.retries, w.moves)
+            )
+        )
     ),
     "with moves left, a failed prefill fails nothing that resumes": lambda w, word, after: (
         not (_prefill_failed(w, after) and w.state is S.RESUMING and w.can_migrate)
@@ -368,6 +403,9 @@ SOMETIMES: Mapping[str, Callable[[World], bool]] = {
     "a pair finishes a request": lambda w: w.state is S.FINISHED and not w.was_retried,
     "a fresh pair finishes a request whose prefill failed": lambda w: (
         w.state is S.FINISHED and w.was_retried
+    ),
+    "a pair finishes a request after one that was not there": lambda w: (
+        w.state is S.FINISHED and w.was_passed_over and not w.was_retried
     ),
     "a request is aborted because its prefill failed": lambda w: w.state is S.ABORTED,
     "a stream finishes although its prefill failed late": lambda w: (
@@ -402,7 +440,7 @@ WHENEVER: Mapping[str, tuple[Callable[[World], bool], Callable[[World], bool]]] 
         lambda w: w.orphans == 0 and not _open(w),
     ),
     "a decode whose prefill has failed ends": (
-        lambda w: w.prefill in FAILED_LEG and w.decode in LEG.open,
+        lambda w: _has_failed(w) and w.decode in LEG.open,
         lambda w: w.decode not in LEG.open,
     ),
     "a request that is between two pairs gets one, or is over": (

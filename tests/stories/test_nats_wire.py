@@ -571,12 +571,28 @@ def test_a_slow_client_gets_all_of_it_in_order() -> None:
     assert outcome.one.ending == "clean"
 
 
-def test_a_client_too_slow_for_what_is_kept_is_told_or_moved() -> None:
-    fat = Engine(wire="nats", faults="padding,bytes=100000", token_seconds=0.01)
-    outcome = run(fat, fat, clients=(Client(tokens=100, reads_from=30.0),), limit=0, looks=(29.0,))
+FAT = Engine(wire="nats", faults="padding,bytes=100000", token_seconds=0.01)
+
+
+def test_a_client_that_never_reads_is_given_up_and_nobody_computes_again() -> None:
+    clients = (Client(tokens=1000, reads_from=60.0),)
+    outcome = run(FAT, FAT, clients=clients, limit=3, looks=(9.0,), breaker_failure_threshold=1)
 
     assert outcome.one.ending == "cut"
+    assert outcome.facts == ["admitted", "answered", "client_gone"]
     assert outcome.look.running == [0, 0]
+    assert set(outcome.look.breakers.values()) == {"closed"}
+    assert outcome.sum("baton_worker_requests_total") == 1
+    labels = {"worker": "w0", "role": "mixed", "outcome": "cancelled"}
+    assert outcome.count("baton_worker_requests_total", **labels) == 1
+    assert outcome.sum("baton_nats_missed_total") == 0
+
+
+def test_a_client_that_pauses_for_a_whole_large_answer_gets_it() -> None:
+    outcome = run(FAT, FAT, clients=(Client(tokens=120, reads_from=30.0),), limit=0)
+
+    assert outcome.one.ending == "clean"
+    assert outcome.one.text == outcome.one.direct[0].text
 
 
 #### The admission limit

@@ -7,19 +7,23 @@ from collections import deque
 from router.wires.nats.broker import Message
 from router.wires.nats.protocol import DATA
 
-#: What may wait.
-PAUSED_BYTES_MAX = 4 * 1024 * 1024
+#: What may wait: a whole answer of nearly every client that pauses for seconds.
+PAUSED_BYTES_MAX = 16 * 1024 * 1024
 #: So much of it is told at once.
 TOLD_BYTES = 256 * 1024
 
 
 class Kept:
-    """What came while nobody was to be told."""
+    """What came while nobody was to be told.
+
+    Of data only the bytes are kept, in blocks: as messages, short frames would take many times
+    their size.
+    """
 
     __slots__ = ("_bytes", "_frames")
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[str, Message]] = deque()
+        self._frames: deque[tuple[str, Message | bytearray]] = deque()
         self._bytes = 0
 
     def __bool__(self) -> bool:
@@ -27,21 +31,19 @@ class Kept:
 
     def put(self, kind: str, message: Message) -> bool:
         """Keep a frame; False if that is more than may wait."""
-        self._frames.append((kind, message))
         self._bytes += len(message.payload)
+        last = self._frames[-1][1] if self._frames else None
+        if kind != DATA:
+            self._frames.append((kind, message))
+        elif isinstance(last, bytearray) and len(last) < TOLD_BYTES:
+            last += message.payload
+        else:
+            self._frames.append((kind, bytearray(message.payload)))
         return self._bytes <= PAUSED_BYTES_MAX
 
     def take(self) -> tuple[str, Message]:
-        """The first of them."""
-        kind, message = self._frames.popleft()
+        """The first of them; data that came in a row is one of at most about `TOLD_BYTES`."""
+        kind, kept = self._frames.popleft()
+        message = Message("", bytes(kept), {}) if isinstance(kept, bytearray) else kept
         self._bytes -= len(message.payload)
         return kind, message
-
-    def take_data(self) -> bytes | None:
-        """As much data as stands in front, up to a bound; None if something else does."""
-        pieces: list[bytes] = []
-        size = 0
-        while self._frames and self._frames[0][0] == DATA and size < TOLD_BYTES:
-            pieces.append(self.take()[1].payload)
-            size += len(pieces[-1])
-        return b"".join(pieces) if pieces else None

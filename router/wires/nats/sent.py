@@ -308,16 +308,14 @@ class NatsSent:
         has_room = self._kept.put(kind, message)
         if kind in TERMINAL:
             self._finish()
-        elif not has_room:
-            self.miss("the client is slow, and more waits for it than is kept")
+        elif self._is_paused and not has_room:  # else it is told in the next pass
+            answered = self._last()
+            self.close()
+            answered.on_unread()
 
     def _tell_kept(self) -> None:
         while self._kept and not self._is_paused and self.answered is not None:
-            data = self._kept.take_data() if self._has_head else None
-            if data is None:
-                self._tell(*self._kept.take())
-            elif data:
-                self.answered.on_body(data)
+            self._tell(*self._kept.take())
         self._passes = self._has_head and not self._is_paused and not self._kept
 
     # What it means
