@@ -178,7 +178,7 @@ class Exchange:
         self.fire("passed_over", failure)
 
     def on_leg_unread(self, leg: Leg) -> None:
-        """It ends as with any client that reads too little; where else would it wait for him?"""
+        """The client reads too little, and nobody holds the worker back: the same as a stall."""
         self.channel.give_up()
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
