@@ -138,6 +138,20 @@ def test_a_probe_that_streams_for_long_does_not_keep_the_worker_out() -> None:
     assert next_probe is not None
 
 
+def test_the_end_of_an_overdue_probe_does_not_return_the_latest() -> None:
+    breaker = opened()
+    overdue, latest = breaker.try_acquire(5.0), breaker.try_acquire(10.0)
+    assert overdue is not None
+    assert latest is not None
+
+    overdue.close("neutral", 11.0)
+    while_the_latest_is_out = breaker.try_acquire(11.0)
+    latest.close("neutral", 11.0)
+
+    assert while_the_latest_is_out is None
+    assert breaker.try_acquire(11.0) is not None
+
+
 def test_closing_a_permit_again_does_nothing() -> None:
     breaker = make_breaker()
     permit = breaker.try_acquire(0.0)

@@ -12,6 +12,7 @@ from router.choosing import make_chooser
 from router.config import Settings
 from router.engines import Knowledge
 from router.errors import Refusal
+from router.pd.attempt import Places
 from router.pd.pairing import BOOTSTRAP, NIXL, PairChoice, Pairing
 from router.worker import Fleet, Probe, ProbeOutcome, Worker
 from router.workerspec import WorkerSpec
@@ -231,3 +232,19 @@ def test_models_that_only_clients_name_are_not_remembered() -> None:
         pairing.choose(f"made up {number}", 0.0)
 
     assert len(pairing._known) <= 2
+
+
+def test_places_that_are_not_used_give_their_permits_back() -> None:
+    fleet = Fleet(Settings())
+    join(fleet, "p1")
+    decode = join(fleet, "d1")
+    shut(decode)
+    now = decode.breaker.cools_at
+    choice = pairing_of(fleet).choose("m", now)
+    assert isinstance(choice, PairChoice)
+    while_it_is_out = decode.breaker.try_acquire(now)
+
+    Places(choice).release(now)
+
+    assert while_it_is_out is None
+    assert decode.breaker.try_acquire(now) is not None

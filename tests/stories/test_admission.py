@@ -47,6 +47,22 @@ def test_a_full_queue_is_said_with_when_to_come_again() -> None:
     assert refused.ended_at < 0.1
 
 
+def test_the_time_in_the_queue_is_over_once_a_place_was_found() -> None:
+    slow = Engine(token_seconds=1.0)
+    clients = (Client(tokens=5), Client(at=0.5, tokens=60))
+
+    outcome = simulate(
+        Plan(
+            engines=(slow,),
+            clients=clients,
+            settings={"max_concurrent_requests": 1, "queue_timeout_secs": 30.0},
+        )
+    )
+
+    assert [got.ending for got in outcome.got] == ["clean", "clean"]
+    assert outcome.got[1].ended_at > 60
+
+
 def test_no_queue_at_all() -> None:
     outcome = simulate(
         Plan(
