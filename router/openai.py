@@ -136,6 +136,8 @@ _GENERATE = msgspec.json.Decoder(_GenerateChunk)
 _ANY = msgspec.json.Decoder(_AnyEvent)
 _ERROR = msgspec.json.Decoder(_ErrorObject)
 _NULL = (b"null", b'""')
+#: How msgspec (0.23) says that JSON ends too early; a test holds it to that.
+_TRUNCATED = "truncated"
 _NO_ERROR = (b"", b"null", b"false", b'""')
 
 
@@ -392,6 +394,8 @@ class UnaryVerdict(msgspec.Struct):
 def judge_answer(family: str, body: bytes) -> UnaryVerdict:
     """Read a whole unary answer: its usage, and whether an engine gave up or failed inside a 200.
 
+    JSON that ends too early is no whole answer, however well its framing ended.
+
     vLLM 0.32 answers 200 with `finish_reason: "abort"` for requests cut by a shutdown. Of other
     families (responses that tell of an earlier failure, say) nothing is judged.
     """
@@ -399,7 +403,10 @@ def judge_answer(family: str, body: bytes) -> UnaryVerdict:
         if family == "openai":
             return _judge_choices(body)
         return _judge_generated(body) if family == "generate" else UnaryVerdict()
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError as error:
+        # Where its framing is the end of the connection, nothing else tells that it was cut.
+        return UnaryVerdict(lies=body.lstrip()[:1] in (b"{", b"[") and _TRUNCATED in str(error))
+    except RecursionError:
         return UnaryVerdict()
 
 

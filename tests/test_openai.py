@@ -469,3 +469,20 @@ def test_choices_in_turn_teach_rarely() -> None:
         judge.read(chat({"content": f"{turn}"}, index=turn % 2))
         learned.append(judge._learned_at)
     assert len(set(learned)) < 20
+
+
+@pytest.mark.parametrize(
+    ("family", "body"),
+    [
+        ("openai", b'{"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}'),
+        ("generate", b'[{"text": "a", "meta_info": {"finish_reason": {"type": "stop"}}}]'),
+    ],
+)
+def test_an_answer_that_ends_too_early_is_none(family: str, body: bytes) -> None:
+    cut = [length for length in range(1, len(body)) if not judge_answer(family, body[:length]).lies]
+
+    assert cut == []
+    assert not judge_answer(family, body).lies
+    # What is no JSON for another reason is the engine's business and the client's.
+    assert not judge_answer(family, b"well" + body).lies
+    assert not judge_answer(family, b'{"logprob": NaN}').lies

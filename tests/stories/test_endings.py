@@ -210,3 +210,22 @@ def test_no_fault_makes_a_failed_answer_look_like_a_good_one(
         )
 
         assert len(outcome.tickets) == 1
+
+
+@pytest.mark.parametrize(("engines", "status"), [(1, 502), (2, 200)])
+def test_a_whole_answer_that_was_cut_is_none_whatever_its_framing(
+    engines: int, status: int
+) -> None:
+    """Only the end of the connection says where the answer ends, and it comes inside of it."""
+    cut = Engine(faults="close_delimited;request=1:cut,after_events=7,inside_bytes=40")
+
+    outcome = simulate(
+        Plan(
+            engines=(cut, Engine())[:engines],
+            clients=(Client(stream=False, tokens=1, prompt="time upon"),),
+            settings={"policy": "round_robin"},
+        )
+    )
+
+    assert "leg_lied" in outcome.facts
+    assert outcome.one.status == status
