@@ -144,7 +144,8 @@ def its_attempts_are_bounded(outcome: Outcome, ticket: Ticket) -> None:
     assert begun <= 1 + retries + given_back, f"{ticket.id} began {begun} times"
     resumed = ticket.attempts - begun
     rephrased = sum(_is_rephrased(each) for each in facts)
-    others = len(outcome.engines) - begun + rephrased + missed_of(outcome)
+    # Who could not be reached, since the broker was away, may have been asked from the start again.
+    others = max(len(outcome.engines) - begun, 0) + rephrased + missed_of(outcome)
     assert resumed <= others, f"{ticket.id} resumed {resumed}"
     made = sum(
         source is RequestState.RESUMING for source, fact, _ in facts if fact == "first_token"
