@@ -26,6 +26,7 @@ from router.worker import Worker
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.memory_broker import MemoryBroker, MemoryServer
 from tests.neighbours import Neighbours
+from tests.residents import Resident
 from tests.simulate import Lines
 
 HOST, PORT = "127.0.0.1", 8000
@@ -121,19 +122,10 @@ async def _ask(stream: MemoryStream, method: str, target: str, body: bytes) -> A
 
 
 @define(eq=False)
-class Companion:
+class Companion(Resident):
     """One agent and its engine."""
 
-    agent: Agent
-    engine: SimEngine
-    broker: MemoryBroker
-    scope: trio.CancelScope = field(factory=trio.CancelScope)
-    ended: trio.Event = field(factory=trio.Event)
-
-    def kill(self) -> None:
-        """As by SIGKILL: nobody is told anything."""
-        self.broker.close()
-        self.scope.cancel(reason="killed")
+    engine: SimEngine = field(kw_only=True)
 
 
 @define(eq=False)
@@ -191,15 +183,10 @@ class Cluster:
         values: dict[str, object] = {"engine_url": f"http://{HOST}:{PORT}", "nats": "nats://memory"}
         values |= {"id": id, **agent}
         made = AgentSettings(**values)  # type: ignore[arg-type]  # a story is plain text
-        companion = Companion(Agent(made, network, logs, broker), engine, broker)
-        self.agents[id] = companion
-        self.nursery.start_soon(self._run_agent, companion)
+        beside = Agent(made, network, logs, broker)
+        companion = self.agents[id] = Companion(network, broker, beside, engine=engine)
+        self.nursery.start_soon(companion.run)
         return companion
-
-    async def _run_agent(self, companion: Companion) -> None:
-        with companion.scope:
-            await companion.agent.run()
-        companion.ended.set()
 
 
 def _connect(network: MemoryNetwork, engine: SimEngine, port: int) -> None:

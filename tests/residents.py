@@ -29,13 +29,13 @@ class Resident:
     broker: MemoryBroker
     agent: Agent
     _scope: trio.CancelScope = field(factory=trio.CancelScope)
-    _ended: trio.Event = field(factory=trio.Event)
+    ended: trio.Event = field(factory=trio.Event)
 
     async def run(self) -> None:
         """Serve until it is told to stop, or killed."""
         with self._scope:
             await self.agent.run()
-        self._ended.set()
+        self.ended.set()
 
     # What a plan does to it
 
@@ -52,7 +52,7 @@ class Resident:
         """Let it end, and see that it leaves nothing; raises TooSlowError."""
         self.agent.ask_to_drain()
         with trio.fail_after(STOP_SECONDS):
-            await self._ended.wait()
+            await self.ended.wait()
         await trio.testing.wait_all_tasks_blocked()
         assert not self.agent.intake.open, "an agent has left requests open"
         assert not self.network.open_sockets, f"an agent left {self.network.open_sockets}"

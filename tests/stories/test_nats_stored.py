@@ -93,7 +93,7 @@ def test_what_is_stored_for_a_killed_agent_goes_elsewhere(stream: bool, is_named
         assert router.states() == {"w1": "ready", "w2": "ready"}
         before = asked(cluster, "w2")
         answers: list[Answer] = []
-        cluster.agents["w1"].kill()
+        cluster.agents["w1"].die()
         killed_at = trio.current_time()
         async with trio.open_nursery() as clients:
             for _ in range(4):
@@ -173,7 +173,7 @@ def test_where_probes_meet_nobody_what_is_stored_goes_elsewhere() -> None:
         assert set(router.states().values()) == {"ready"}
         answers: list[Answer] = []
         killed_at = trio.current_time()
-        cluster.agents["w1"].kill()
+        cluster.agents["w1"].die()
         async with trio.open_nursery() as clients:
             for _ in range(2):
                 clients.start_soon(complete, router, answers)
@@ -196,7 +196,7 @@ def test_what_no_agent_has_taken_costs_no_retry(stream: bool) -> None:
             cluster.add_agent(id, agent=QUEUED)
         await trio.sleep(WARM_UP_SECONDS + 6.0)
         answers: list[Answer] = []
-        cluster.agents["w1"].kill()
+        cluster.agents["w1"].die()
         async with trio.open_nursery() as clients:
             for _ in range(4):
                 clients.start_soon(complete, router, answers, stream)
@@ -328,7 +328,7 @@ def test_an_agent_that_was_killed_with_all_it_may_have_serves_again() -> None:
             for _ in range(4):
                 clients.start_soon(router.complete, 300)
             await trio.sleep(2.0)
-            cluster.agents["w1"].kill()
+            cluster.agents["w1"].die()
             await trio.sleep(1.0)
             cluster.add_agent("w1", agent=QUEUED)
             await trio.sleep(WARM_UP_SECONDS)
@@ -352,7 +352,7 @@ def test_whoever_still_waits_when_an_agent_comes_back_is_served_by_it() -> None:
         cluster.add_agent("w2", agent=QUEUED)
         await trio.sleep(WARM_UP_SECONDS)
         answers: list[Answer] = []
-        cluster.agents["w1"].kill()
+        cluster.agents["w1"].die()
         async with trio.open_nursery() as clients:
             for turn in range(8):
                 clients.start_soon(complete, router, answers, turn % 2 == 0)

@@ -165,7 +165,7 @@ def test_a_killed_agent_leaves_when_its_entry_expires_and_its_streams_go_on() ->
             for _ in range(2):
                 clients.start_soon(ask)
             await trio.sleep(2)
-            agents[0].kill()
+            agents[0].die()
             await trio.sleep(14)
             assert router.states() == {"w1": "ready"}
 
