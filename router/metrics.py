@@ -121,15 +121,22 @@ Counts = dict[tuple[str, ...], int]
 """A counter: label values in the order of the table -> how often. All keys are made beforehand."""
 
 
+@define(eq=False)
+class _Only(Collector):
+    """One family, for the library to render."""
+
+    family: Family
+
+    def collect(self) -> Iterator[Family]:
+        return iter([self.family])
+
+
 class Metrics(Collector):
     """The counters of one process and the page that shows them."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._registry = CollectorRegistry(auto_describe=False)
         self._of_process = CollectorRegistry(auto_describe=False)
-        #: The families that are rendered by the library now; empty is all of them.
-        self._shown: list[Family] = []
         self._requests: Counts = {(route, final): 0 for route in ROUTES for final in FINALS}
         self._durations = {route: Histogram(DURATION_BOUNDS) for route in ROUTES}
         self._first_tokens = {route: Histogram(FIRST_TOKEN_BOUNDS) for route in ROUTES}
@@ -156,7 +163,6 @@ class Metrics(Collector):
         self._nats_view: Callable[[], NatsView | None] = lambda: None
         self._nats_missed: Counts = {}
         self._nats_lost: Counts = {}
-        self._registry.register(self)
         ProcessCollector(registry=self._of_process)
         #: Counters by the name of their metric.
         self._counted: dict[str, Counts] = {
@@ -285,10 +291,7 @@ class Metrics(Collector):
         """
         for row in TABLE:
             if row.kind == "histogram":
-                self._shown = [self._family(row)]
-                page = generate_latest(self._registry)
-                self._shown = []
-                yield page
+                yield generate_latest(_Only(self._family(row)))
                 continue
             yield head_of(row.name, row.kind, row.help).encode()
             names = tuple(label.name for label in row.labels)
@@ -298,7 +301,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """All families in the order of the table."""
-        return iter(self._shown or map(self._family, TABLE))
+        return map(self._family, TABLE)
 
     def _family(self, row: Metric) -> Family:
         family = Family(row.name.removesuffix("_total"), row.help, row.kind)

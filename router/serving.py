@@ -258,9 +258,8 @@ class Serving:
             self.emptied.wake()
         if moving is not None:
             self._book_break(ticket, moving)
-            moving.decide(
-                self.metrics.stream_ended, {RequestState.FINISHED: "ok"}.get(ticket.state)
-            )
+            outcome = "ok" if ticket.state is RequestState.FINISHED else None
+            moving.decide(self.metrics.stream_ended, outcome)
         seconds = now - ticket.started_at
         first = ticket.first_token_at
         first_seconds = None if first is None else first - ticket.started_at

@@ -21,6 +21,7 @@ from router.errors import Refusal
 from router.exchange import Exchange
 from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
+from router.patience import SUSPECT_AGAIN_SECONDS
 from router.pd.aborts import Aborts, DecodeWatch
 from router.pd.logprobs import PromptLogprobs
 from router.pd.merging import MergingAnswering
@@ -39,7 +40,6 @@ _RANK_HEADER = b"x-data-parallel-rank"
 _BEGUN = frozenset({RequestState.COMMITTED, RequestState.STREAMING, RequestState.POISONED})
 #: Nothing has been heard of the leg.
 _UNHEARD = frozenset({LegState.CONNECTING, LegState.WAITING})
-_SUSPECT_AGAIN_SECONDS = 1.0
 
 
 class Surroundings(Protocol):
@@ -224,7 +224,7 @@ class PairAttempt:
         if is_stalled:
             self._meet_stall(prefill)
         elif leg is prefill.leg:
-            leg.suspect_again_at = self.exchange.now + _SUSPECT_AGAIN_SECONDS
+            leg.suspect_again_at = self.exchange.now + SUSPECT_AGAIN_SECONDS
         return is_stalled or leg is prefill.leg
 
     def _meet_stall(self, prefill: Prefill) -> None:
@@ -275,9 +275,8 @@ class PairAttempt:
             answer_began=ticket.state in _BEGUN,
             was_received=verdict.was_received,
         )
-        if (
-            verdict.fact == "let_go" and verdict.was_received
-        ):  # lost on its way: no fault of the worker's
+        if verdict.fact == "let_go" and verdict.was_received:
+            # Lost on its way: no fault of the worker's.
             ticket.note_miss(self.choice.prefill.worker)
         elif word != "rejected":  # a 4xx is a verdict on what was sent, and blames nobody
             ticket.tried.add(self.choice.prefill.worker)

@@ -166,11 +166,13 @@ class Queueing:
         """Send a request by way of the queue; how it went is told to `sent`."""
         waiting = self._waiting.get(worker_id)
         if waiting is None:
-            made = Waiting(
-                *(self.queue, self._doorbell, token_of(worker_id)),
-                *(sent.cancel_subject, self.pending_max),
+            waiting = self._waiting[worker_id] = Waiting(
+                self.queue,
+                self._doorbell,
+                token_of(worker_id),
+                sent.cancel_subject,
+                self.pending_max,
             )
-            waiting = self._waiting[worker_id] = made
         if waiting.is_known_full(self.inbox.reactor.now):
             sent.meet_full_queue()
             return
