@@ -9,14 +9,13 @@ enough depends on what was not heard: a piece of the answer is gone for good, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 from attrs import define, field
 
 from router.reactor import Reactor
-from router.wires.nats.broker import Broker, Message, Subscription
+from router.wires.nats.doorbell import Doorbell
 from router.wires.nats.protocol import HEARTBEAT_LOST_SECONDS, HEARTBEAT_SECONDS
 
 #: Between two frames that ask, and while it seems that nobody is there.
@@ -28,53 +27,11 @@ ABSENT_SECONDS = HEARTBEAT_LOST_SECONDS + 12.0
 
 
 @define(eq=False)
-class Ears:
-    """Where the broker's answers come to, for all requests of one agent."""
-
-    broker: Broker
-    reactor: Reactor
-    _inbox: str = field(init=False, default="")
-    _numbers: count[int] = field(init=False, factory=count)
-    #: By reply subject: who asked last.
-    _asked: dict[str, Audience] = field(init=False, factory=dict)
-    _subscription: Subscription | None = field(init=False, default=None)
-
-    def begin(self) -> None:
-        """Listen."""
-        self._inbox = self.broker.new_inbox()
-        self._subscription = self.broker.subscribe(
-            f"{self._inbox}.*", self._on_messages, on_lost=lambda _: None
-        )
-
-    def close(self) -> None:
-        """Listen no more. Idempotent."""
-        if self._subscription is not None:
-            self._subscription.close()
-
-    def ask(self, audience: Audience) -> str:
-        """A reply subject for its next frame."""
-        reply = f"{self._inbox}.{next(self._numbers)}"
-        self._asked[reply] = audience
-        return reply
-
-    def forget(self, reply: str) -> bool:
-        """It asks no more at this subject; True where nobody has answered there."""
-        return self._asked.pop(reply, None) is not None
-
-    def _on_messages(self, messages: Sequence[Message]) -> None:
-        self.reactor.refresh()
-        for message in messages:
-            audience = self._asked.get(message.subject)
-            if audience is not None and message.is_no_responders:
-                del self._asked[message.subject]
-                audience.guard(partial(audience.missing, self.reactor.now))
-
-
-@define(eq=False)
 class Audience:
     """Who listens to one request's frames, as far as is known."""
 
-    ears: Ears
+    doorbell: Doorbell
+    reactor: Reactor
     #: Whoever listens sees by numbers what he has missed.
     sees_holes: bool
     is_gone: Callable[[], None]
@@ -95,18 +52,22 @@ class Audience:
         """
         if now - self._asked_at < (ASK_SECONDS if self._absent_since is None else AGAIN_SECONDS):
             return ""
-        if self.ears.forget(self._reply):
+        if self.doorbell.forget(self._reply):
             self._absent_since, self._has_hole = None, False
         self._asked_at, self._is_piece = now, is_piece
-        self._reply = self.ears.ask(self)
+        self._reply = self.doorbell.ask(self._on_nobody)
         return self._reply
 
     def close(self) -> None:
         """The request is over."""
-        self.ears.forget(self._reply)
+        self.doorbell.forget(self._reply)
 
-    def missing(self, now: float) -> None:
+    def _on_nobody(self) -> None:
         """The broker says that nobody was there."""
+        self.reactor.refresh()
+        self.guard(partial(self._miss, self.reactor.now))
+
+    def _miss(self, now: float) -> None:
         is_first = self._absent_since is None
         if self._absent_since is None:
             self._absent_since = now

@@ -14,7 +14,7 @@ import structlog
 import trio
 from attrs import define, field
 
-from router.agent.audience import Audience, Ears
+from router.agent.audience import Audience
 from router.agent.presence import wait_connected
 from router.agent.proxied import Beside, Proxied
 from router.agent.replies import LastFrames, Replies
@@ -29,6 +29,7 @@ from router.wires.nats.broker import (
     WorkQueue,
     check_subject,
 )
+from router.wires.nats.doorbell import Doorbell
 from router.wires.nats.protocol import INBOX, Names, accepted, token_of
 
 _log = structlog.get_logger("baton")
@@ -65,7 +66,7 @@ class Intake:
     open: dict[str, Proxied] = field(init=False, factory=dict)
     emptied: trio.Event = field(init=False, factory=trio.Event)
     last_frames: LastFrames = field(init=False)
-    ears: Ears = field(init=False)
+    doorbell: Doorbell = field(init=False)
     #: The window of a drain is over: what comes now goes back at once.
     is_over: bool = field(init=False, default=False)
     cancelled: Tombstones = field(
@@ -80,7 +81,7 @@ class Intake:
 
     def __attrs_post_init__(self) -> None:
         self.last_frames = LastFrames(self.broker, self.beside.reactor)
-        self.ears = Ears(self.broker, self.beside.reactor)
+        self.doorbell = Doorbell(self.broker)
 
     # Life
 
@@ -110,7 +111,7 @@ class Intake:
     def begin(self) -> None:
         """Take cancels and requests from now on, also across reconnects."""
         self.broker.on_state.append(self._state_changed)
-        self.ears.begin()
+        self.doorbell.begin()
         self._cancels = self.broker.subscribe(
             self.names.cancel(self.worker_id), self._on_cancels, on_lost=self._reporter("cancels")
         )
@@ -180,7 +181,7 @@ class Intake:
                 subscription.close()
         for proxied in list(self.open.values()):
             proxied.stop()
-        self.ears.close()
+        self.doorbell.close()
         if self._state_changed in self.broker.on_state:
             self.broker.on_state.remove(self._state_changed)
 
@@ -238,7 +239,8 @@ class Intake:
         )
         proxied = self.open[inbox] = Proxied(self.beside, replies, job, inbox)
         replies.audience = Audience(
-            self.ears,
+            self.doorbell,
+            self.beside.reactor,
             replies.are_numbers_read,
             proxied.unheard,
             partial(self._guard, proxied),

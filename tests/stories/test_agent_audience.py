@@ -75,7 +75,7 @@ def test_it_is_asked_every_two_seconds_and_not_with_every_token() -> None:
         assert len(frames) > 100
         assert 5 <= len(asking) <= 7
         assert len({each.reply for each in asking}) == len(asking)
-        assert not stage.agent.intake.ears._asked
+        assert not stage.agent.intake.doorbell._asked
 
     play(story)
 

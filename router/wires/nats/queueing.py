@@ -13,26 +13,23 @@ captures as well, ask for the latter before they are sent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import count
 
 import structlog
 import trio
 from attrs import define, field
 
 from router.wires.nats.broker import (
-    Broker,
     BrokerAway,
     BrokerError,
     Interrupted,
-    Message,
     NoConsumer,
     PayloadTooLarge,
     QueueFull,
-    Subscription,
     WorkQueue,
 )
+from router.wires.nats.doorbell import Doorbell
 from router.wires.nats.inbox import SETTLING_SECONDS, Inbox
 from router.wires.nats.protocol import ACCEPT, ACCEPTED, INBOX, token_of
 from router.wires.nats.sent import NatsSent
@@ -44,54 +41,6 @@ BELIEVED_SECONDS = 0.2
 STORED_MAX = 1_000_000
 
 _log = structlog.get_logger("baton")
-
-
-@define(eq=False)
-class Doorbell:
-    """Finds out that nobody listens at a subject; that somebody does is said by nothing."""
-
-    broker: Broker
-    _inbox: str = field(init=False)
-    _numbers: count[int] = field(init=False, factory=count)
-    #: Subjects that were asked with a reply subject of their own, and had nobody.
-    _unheard: set[str] = field(init=False, factory=set)
-    _asked: set[str] = field(init=False, factory=set)
-    _subscription: Subscription | None = field(init=False, default=None)
-
-    def __attrs_post_init__(self) -> None:
-        self._inbox = self.broker.new_inbox()
-
-    def ring(self, subject: str) -> str:
-        """Ask; the answer, if one comes, comes before that of anything asked later."""
-        if self._subscription is None:
-            self._subscription = self.broker.subscribe(
-                f"{self._inbox}.*", self._on_messages, on_lost=lambda _: None
-            )
-        reply = f"{self._inbox}.{next(self._numbers)}"
-        self._asked.add(reply)
-        try:
-            # A cancel of a request that nobody ever had.
-            self.broker.publish(subject, self._inbox.encode(), reply=reply)
-        except BrokerAway:
-            pass
-        return reply
-
-    def is_nobody_there(self, reply: str) -> bool:
-        """What came of it so far; asked once."""
-        self._asked.discard(reply)
-        is_unheard = reply in self._unheard
-        self._unheard.discard(reply)
-        return is_unheard
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._subscription is not None:
-            self._subscription.close()
-
-    def _on_messages(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if message.is_no_responders and message.subject in self._asked:
-                self._unheard.add(message.subject)
 
 
 @define(eq=False)
@@ -139,7 +88,7 @@ class Waiting:
                 try:
                     backlog = await self.queue.backlog(self.durable)
                 finally:
-                    self.is_absent = self.doorbell.is_nobody_there(rung)
+                    self.is_absent = not self.doorbell.forget(rung)
             self._count, self.is_absent = backlog.pending + backlog.ack_pending, False
         except (BrokerAway, BrokerError) as error:
             _log.debug("backlog_unreadable", durable=self.durable, error=str(error))
@@ -211,7 +160,7 @@ class Queueing:
         except (BrokerAway, BrokerError):
             pass  # any answer of the broker's comes after that of the bell
         finally:
-            is_heard = not self._doorbell.is_nobody_there(rung)
+            is_heard = self._doorbell.forget(rung)
         if is_heard:
             self._unheard_since.pop(worker_id, None)
         return is_heard
