@@ -127,15 +127,25 @@ def test_b4_prefill_that_nobody_reaches(stream: bool) -> None:
     assert len(result.d.aborts) == len(result.d.bodies)
 
 
+@pytest.mark.parametrize("schedule", range(6))
 @pytest.mark.parametrize(
     ("clock", "stream"), [("first_token", True), ("request", True), ("request", False)]
 )
-def test_b4_prefill_that_stays_silent(clock: str, stream: bool) -> None:
-    """It is closed by its own clock only, which is the request's, from its own dispatch."""
+def test_b4_prefill_that_stays_silent(clock: str, stream: bool, schedule: int) -> None:
+    """It is closed by its own clock only, which is the request's, from its own dispatch.
+
+    Both clocks run out in one moment, and Trio's scheduler decides which of them is seen first.
+    """
     settings = {"request_timeout_secs": 10.0} | {f"{clock}_timeout_secs": 3.0}
 
     result = run(
-        UNANSWERED, UNANSWERED, Client(stream=stream), settings=settings, looks=(3.5,), rest=20.0
+        UNANSWERED,
+        UNANSWERED,
+        Client(stream=stream),
+        settings=settings,
+        looks=(3.5,),
+        rest=20.0,
+        schedule=schedule,
     )
 
     assert (result.one.status, result.one.code) == (504, f"{clock}_timeout")
