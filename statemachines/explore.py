@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from attrs import field, frozen
 
+from statemachines.chart import IllegalTransition
 from statemachines.eventually import Due, evasion, way_back
 from statemachines.graph import Graph
 
@@ -156,7 +157,7 @@ class _Walk(Generic[W]):
                     if not fits(world, word, after):
                         yield Broken(promise, (*self._path(number), (word, model.show(after))))
         except Exception as error:
-            yield Broken(RAISED, self._path(number), note=str(error))
+            yield Broken(RAISED, self._path_to_raising(number, error), note=str(error))
             return
         if len(graph) > self.worlds_max:
             raise RuntimeError(
@@ -177,6 +178,14 @@ class _Walk(Generic[W]):
             if (found := evasion(self.graph, due, worlds)) is not None:
                 path = path_on(self.model, self.graph, found.way)
                 yield Broken(promise, path, note=COMES_BACK if found.comes_back else "")
+
+    def _path_to_raising(self, number: int, error: Exception) -> Path:
+        """The way there, and the fact that has no row, which leads nowhere."""
+        path = self._path(number)
+        if not isinstance(error, IllegalTransition):
+            return path
+        nowhere = dict.fromkeys(self.model.show(self.graph.worlds[number]), "")
+        return (*path, (f"{error.fact}, which is illegal", nowhere))
 
     def _on_a_cycle(self, returning: Sequence[int]) -> int:
         """The nearest world that comes back, of those that do or lead to one."""

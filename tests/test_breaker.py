@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.breaker import Breaker, Permit
-from statemachines import Edge
+from statemachines import Edge, worlds
 from statemachines.breaker import BreakerState
+from statemachines.graph import Graph
 from statemachines.leg import VERDICTS, LegState, Verdict
+from statemachines.worlds.breaker import World
 
 
 def make_breaker(threshold: int = 3) -> Breaker:
@@ -234,6 +237,62 @@ def test_its_moves_are_told() -> None:
         "w1 open cooled_down half_open",
         "w1 half_open probe_succeeded closed",
     ]
+
+
+@define
+class InTheModelsWords:
+    """A breaker that does what the model calls so, and says what the model would say of it."""
+
+    breaker: Breaker = field(factory=lambda: make_breaker(threshold=2))
+    now: float = 0.0
+    permits: list[Permit] = field(factory=list)
+
+    def do(self, word: str) -> None:
+        if word == "cooldown over":
+            self.now = max(self.now, self.breaker.cools_at)
+        elif word in ("sent anyway", "probe permit taken", "plain permit taken"):
+            had = self.breaker.try_acquire(self.now)
+            assert (had is None) is (word == "sent anyway")
+            self.permits.append(had or self.breaker.acquire_anyway(self.now))
+            assert f"{self.called(self.permits[-1])} permit taken" == word or had is None
+        else:
+            called, verdict = word.split()
+            permit = next(each for each in self.permits if self.called(each) == called)
+            self.permits.remove(permit)
+            permit.close(SAID[verdict], self.now)
+
+    def called(self, permit: Permit) -> str:
+        if permit.era != self.breaker.era:
+            return "old"
+        is_followed = permit.kind == "probe" and permit is not self.breaker.probe
+        return "overdue" if is_followed else permit.kind
+
+    def world(self) -> tuple[object, int, tuple[str, ...]]:
+        called = tuple(sorted(map(self.called, self.permits)))
+        return self.breaker.state, min(self.breaker.failures, 2), called
+
+
+SAID: dict[str, Verdict] = {"succeeded": "success", "failed": "failure", "said_nothing": "neutral"}
+
+
+def test_it_does_what_its_model_does_in_every_order() -> None:
+    """Each step of the model, after the shortest way to where it is taken."""
+    model = worlds.breaker()
+    graph = Graph(model.starts, model.steps).complete()
+    assert len(graph) > 200
+
+    def told(world: World) -> tuple[object, int, tuple[str, ...]]:
+        return world.state, world.failures, world.permits
+
+    for number, world in enumerate(graph.worlds):
+        way = graph.words_on(graph.way_to(number))[1:]
+        for word, after in model.steps(world):
+            real = InTheModelsWords()
+            for each in way:
+                real.do(each)
+            assert real.world() == told(world), way
+            real.do(word)
+            assert real.world() == told(after), (way, word)
 
 
 verdicts: list[Verdict] = ["success", "failure", "neutral"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 from attrs import frozen
 
+from statemachines.chart import IllegalTransition
 from statemachines.check import Report
 from statemachines.explore import CYCLE, RAISED, STUCK, Found, Model, explore
 
@@ -175,6 +176,17 @@ def test_an_exception_in_a_step_is_reported_with_the_way_there() -> None:
 
     assert words(found, RAISED) == ["", "one more", "two more"]
     assert "three is no number" in str(found.broken[0])
+
+
+def test_an_illegal_fact_is_the_last_step_of_the_way_there() -> None:
+    def refused(n: int) -> Iterable[tuple[str, int]]:
+        if n == 3:
+            raise IllegalTransition("counter", None, "counted")
+        return up(n)
+
+    found = explore(counter(refused))
+
+    assert words(found, RAISED) == ["", "one more", "two more", "counted, which is illegal"]
 
 
 def test_it_can_stop_at_the_first_breach() -> None:

@@ -226,7 +226,8 @@ class _Life:
 def _spent(world: World, fact: str, target: Enum) -> World:
     """Budgets and ghosts after the request went from `world.state` to `target`."""
     retries, moves, forms = world.retries, world.moves, world.forms
-    if target is S.QUEUED and fact not in ("handed_back", "passed_over"):
+    retried = target is S.QUEUED and fact not in ("handed_back", "passed_over")
+    if retried:
         retries -= 1
     # A move is spent when it succeeds, not when it is tried.
     moved = world.state is S.RESUMING and target in (S.STREAMING, S.POISONED, S.FINISHED)
@@ -246,7 +247,7 @@ def _spent(world: World, fact: str, target: Enum) -> World:
         retries=retries,
         moves=moves,
         forms=forms,
-        was_retried=world.was_retried or target is S.QUEUED,
+        was_retried=world.was_retried or retried,
         was_moved=world.was_moved or moved,
         last_fact=fact if target in REQUEST.final else "",
     )
@@ -387,7 +388,7 @@ BETWEEN: Mapping[str, Callable[[World, str, World], bool]] = {
 }
 
 SOMETIMES: Mapping[str, Callable[[World], bool]] = {
-    "a request finishes on its first worker": lambda w: (
+    "a request finishes with nothing spent": lambda w: (
         w.state is S.FINISHED and not w.was_retried and not w.was_moved
     ),
     "a request finishes after a retry": lambda w: w.state is S.FINISHED and w.was_retried,
