@@ -197,6 +197,9 @@ class Exchange:
             return WholeAnswering(self, leg)
         leg.is_stream = True
         relay = self._make_relay()
+        # Others may leave out what they do not know of, `n` for example.
+        if self.route.family == "openai" and leg.worker.engine in ("vllm", "sglang"):
+            relay.judge.due = self.choices_asked
         streaming = StreamAnswering(self, leg, relay)
         encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
         if encoding != b"identity":

@@ -38,6 +38,9 @@ from statemachines.request import RequestState
 
 #: For all questions of one break together; after that the place is not known.
 ASKING_SECONDS = 5.0
+#: A worker that says nothing for so long is passed over for the next, or asked once more: its
+#: health may not be known yet, and behind NATS a message may have been lost.
+ANSWER_SECONDS = 2.5
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 #: Moves within the longest spread from which on they are spread, and over how long: a worker that
 #: dies with a hundred streams must not hit the next one with a hundred prefills in one instant.
@@ -105,53 +108,56 @@ class Mover:
     # Where ids and text agree
 
     async def _agree(self, exchange: Exchange, moving: Moving) -> Agreed | Disagreed:
-        found = moving.seek()
+        found, kin = moving.seek(), self._kin(exchange, moving)
         with trio.move_on_after(ASKING_SECONDS):
             while isinstance(found, Inquiry):
-                text = await self._detokenize(exchange, moving, found)
-                found = found.answer(text)
+                found = found.answer(await self._detokenize(kin, found))
         return found if isinstance(found, Agreed) else Disagreed()
 
     async def _settle(self, exchange: Exchange, moving: Moving, unsettled: Unsettled) -> bytes:
         """The end of an answer, whose last event had more tokens than the answer."""
         found: Counting | int = unsettled.ask()
+        kin = self._kin(exchange, moving)
         with trio.move_on_after(ASKING_SECONDS):
             while isinstance(found, Counting):
-                found = found.answer(await self._detokenize(exchange, moving, found))
+                found = found.answer(await self._detokenize(kin, found))
         ids = found if isinstance(found, int) else len(unsettled.ids)
         return settle(moving.record, unsettled, ids)
 
-    async def _detokenize(
-        self, exchange: Exchange, moving: Moving, question: Question
-    ) -> str | None:
-        """Ask a worker whose tokens are those of the record; None where nobody answers."""
-        for worker in self._kin(exchange, moving):
-            body = question_body(question, worker.models[0] if worker.models else None)
-            try:
-                asking = ask(
-                    self.client,
-                    "POST",
-                    worker,
-                    "/detokenize",
-                    content=body,
-                    bytes_max=ANSWER_BYTES_MAX,
-                )
-                async with asking as answer:
-                    await answer.aread()
-            except httpx.TransportError:
-                continue
-            if answer.status_code == 200:
-                return read_answer(answer.content)
+    async def _detokenize(self, kin: deque[Worker], question: Question) -> str | None:
+        """Ask a worker whose tokens are those of the record; None where nobody answers.
+
+        Whoever does not is the last to be asked from then on.
+        """
+        for _ in range(2 * len(kin)):
+            with trio.move_on_after(ANSWER_SECONDS):
+                text = await self._detokenize_at(kin[0], question)
+                if text is not None:
+                    return text
+            kin.rotate(-1)
         return None
 
-    def _kin(self, exchange: Exchange, moving: Moving) -> list[Worker]:
+    async def _detokenize_at(self, worker: Worker, question: Question) -> str | None:
+        body = question_body(question, worker.models[0] if worker.models else None)
+        asking = ask(
+            self.client, "POST", worker, "/detokenize", content=body, bytes_max=ANSWER_BYTES_MAX
+        )
+        try:
+            async with asking as answer:
+                await answer.aread()
+        except httpx.TransportError:
+            return None
+        return read_answer(answer.content) if answer.status_code == 200 else None
+
+    def _kin(self, exchange: Exchange, moving: Moving) -> deque[Worker]:
+        """Who may be asked: workers of the same model, those that failed this request left out."""
         model, tried = exchange.ticket.model, exchange.ticket.tried
-        return [
+        return deque(
             worker
             for role in ROLES
             for worker in self.fleet.ready(role, model)
             if worker not in tried and worker.fingerprint == moving.fingerprint is not None
-        ]
+        )
 
     # Who goes on
 

@@ -10,6 +10,7 @@ Sources: vLLM 0.32 and SGLang 0.5.23 as recorded, and their published schemas.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
@@ -170,6 +171,7 @@ class Judge:
         "_seen",
         "completion_tokens",
         "done",
+        "due",
         "error_body",
         "error_status",
         "events",
@@ -189,6 +191,8 @@ class Judge:
         #: The streams of this family have a finish; of others only the framing tells a good end.
         self.has_finish = family in ("openai", "generate")
         self.done = False
+        #: How many choices the answer must have before its `[DONE]` is believed.
+        self.due: Callable[[], int] = _one
         #: Events that carried content.
         self.events = 0
         self.error_status = 0
@@ -203,6 +207,11 @@ class Judge:
     def choices(self) -> int:
         """How many choices were seen."""
         return len(self._seen)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every choice has an honest finish, those that were never seen included."""
+        return self.finished and len(self._seen) >= self.due()
 
     def is_another(self, event: bytes) -> bool:
         """Whether this is one complete event, and content, just like one read before."""
@@ -226,7 +235,7 @@ class Judge:
             return Sign.COMMENT
         if data.startswith(b"[DONE]"):
             self.done = True
-            return Sign.DONE if self.finished or not self.has_finish else Sign.LIE
+            return Sign.DONE if self.is_whole or not self.has_finish else Sign.LIE
         try:
             sign = self._read(data)
         except (msgspec.DecodeError, RecursionError):
@@ -323,6 +332,10 @@ class Judge:
         self.error_status = _status_of(data)
         self.error_body = data
         return True
+
+
+def _one() -> int:
+    return 1
 
 
 def _says(data: bytes, text: str, like: _Chunk) -> bool:

@@ -142,7 +142,8 @@ class Attempt(Skimming):
             self._cross(self.seam, event, data, chunk, choice, skip)
         if self.unsettled is not None:
             return Sign.LIE
-        if not text and not has_more:
+        # The end of one of several choices is no preamble: made again, it would come twice.
+        if not text and not has_more and (not finish or record.poison is None):
             return Sign.DONE if self.is_cut_short else Sign.PREAMBLE
         record.has_content = True
         self.events += 1
@@ -282,6 +283,7 @@ class Attempt(Skimming):
                     self.forward = b""
                     return Sign.LIE
                 self._finish(choice.index)
+                has_content = True
             delta = choice.delta
             has_content |= bool(choice.text or (delta is not None and delta.content))
             if self.seam is None and delta is not None and delta.role is not None:
@@ -338,7 +340,7 @@ class Attempt(Skimming):
 
     def _meet_done(self) -> Sign:
         self.done = True
-        if self.finished:
+        if self.is_whole:
             return Sign.DONE
         self.forward = b""
         return Sign.LIE

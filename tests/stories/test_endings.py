@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from router.sim.fault_kinds import KINDS
@@ -124,6 +126,32 @@ def test_one_finish_of_two_is_no_end() -> None:
 
     assert outcome.one.ending == "cut"
     assert outcome.one.code == "upstream_broken"
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("chat", [True, False])
+def test_each_of_two_choices_ends_once_or_visibly_not(chat: bool, limit: int) -> None:
+    # The standing promises are the test. A finish without a text is no preamble: if all of it were
+    # made again on the other worker, it would come twice.
+    two = Client(chat=chat, tokens=1, extra={"n": 2, "temperature": 0.5})
+    settings: dict[str, object] = {"migration_limit": limit}
+
+    for fault, after in product(("end,done=true", "end,done=false", "cut", "abort"), range(6)):
+        broken = Engine(faults=f"request=1:{fault},after_events={after}")
+        outcome = simulate(Plan(engines=(broken, Engine()), clients=(two,), settings=settings))
+
+        finishes = len(outcome.one.finishes)
+        assert (outcome.one.ending, finishes) == ("clean", 2) or outcome.one.ending == "cut"
+
+
+def test_an_engine_that_may_not_know_of_choices_is_believed() -> None:
+    fields: dict[str, object] = {"prompt": "once", "n": 2, "temperature": 0.5}
+    two = Client(path="/v1/completions", chat=False, tokens=1, extra=fields)
+    ending = Engine(faults="end,done=true,after_events=1", kind="openai")
+
+    outcome = simulate(Plan(engines=(ending,), clients=(two,)))
+
+    assert (outcome.one.ending, len(outcome.one.finishes)) == ("clean", 1)
 
 
 def test_one_finish_of_a_batch_is_no_end() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.moves import completion, is_told, is_whole, lose, more
-from tests.simulate import Client, Got, Outcome
+from tests.simulate import Client, Engine, Got, Outcome, Plan, simulate
 
 #: The whole answer is "本 little day are好 doru": 3 tokens, 3 words, 3 tokens, 1 word.
 KINDS = pytest.mark.parametrize("kinds", ["vllm vllm", "sglang sglang", "vllm sglang"])
@@ -92,6 +92,35 @@ def test_where_nobody_detokenizes_the_text_is_carried(fault: str) -> None:
     assert messages[-1]["content"] == delivered
     assert outcome.one.text.startswith(delivered)
     assert outcome.one.finish == "length"
+
+
+def test_who_is_silent_is_passed_over_for_the_next() -> None:
+    silent = Engine(faults="path=/detokenize:hang")
+    broken = Engine(faults="request=1:cut,after_events=6")
+
+    outcome = simulate(
+        Plan(
+            engines=(broken, silent, Engine()),
+            clients=(more(stop=["###"]),),
+            settings={"migration_limit": 1},
+        )
+    )
+
+    asked = [[each.path for each in outcome.work(n)].count("/detokenize") for n in (1, 2)]
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 1}
+    assert asked[0] <= 1 <= asked[1]
+
+
+def test_the_only_one_is_asked_again() -> None:
+    # Behind NATS a question may be lost: 2.5 s later it is put once more.
+    outcome = lose(
+        "request=1:cut,after_events=6", more(stop=["###"]),
+        happenings=((0.0, "faults 1 path=/detokenize,times=1:hang"),),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 1}
 
 
 @KINDS
