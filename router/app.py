@@ -41,6 +41,7 @@ from router.registry import Registry, View
 from router.serving import Serving
 from router.sockets import Network, Socket, TlsTarget
 from router.tcp import TcpNetwork
+from router.telling import tell_breaker, tell_worker
 from router.ticket import Ticket
 from router.wires.client import LineTransport
 from router.wires.http import Pool
@@ -105,8 +106,8 @@ class App:
         self.reactor = Reactor(self.network, self._on_reactor_bug, self.logs.writer)
         self.fleet = Fleet(
             settings,
-            worker_listeners=(booking.listener("worker"),),
-            breaker_listeners=(booking.listener("breaker"),),
+            worker_listeners=(booking.listener("worker"), tell_worker),
+            breaker_listeners=(booking.listener("breaker"), tell_breaker),
         )
         self.fleet.on_joined.append(self._on_joined)
         self.fleet.on_left.append(self._on_left)

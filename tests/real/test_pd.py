@@ -34,7 +34,11 @@ KILLED_SECONDS = 20.0
 """Mostly the kernel's: while the threads of a killed vLLM are taken down (2 to 25 s were seen, the
 process is a zombie already), its sockets stay established, and connections to it are accepted and
 never answered. Then it is found by its silence: `--suspect-idle-secs` and three lost probes."""
-QUICK_PROBES = "--health-check-timeout-secs 1 --health-check-interval-secs 1"
+#: SGLang's `/health` takes a second at least, and more than two when it is busy.
+QUICK_PROBES = {
+    "sglang": "--health-check-interval-secs 1",
+    "vllm": "--health-check-interval-secs 1 --health-check-timeout-secs 1",
+}
 BODIES: dict[str, tuple[str, Object]] = {
     "chat": (CHAT, chat("What is a relay?", max_tokens=40)),
     "chat of one token": (CHAT, chat("hi", max_tokens=1)),
@@ -233,7 +237,7 @@ def test_prefill_killed_after_the_first_token(
 
 def test_decode_killed_in_mid_stream(pair: Pair, kind: str, report: Report) -> None:
     path, body = BODIES["long text"]
-    with pair.routed(QUICK_PROBES) as port:
+    with pair.routed(QUICK_PROBES[kind]) as port:
         with asked(port, "POST", path, json.dumps({**body, "stream": True}).encode()) as response:
             before = _read_content(response)
             with ThreadPoolExecutor(1) as clients:
@@ -260,7 +264,7 @@ def test_decode_killed_before_the_first_token(
 ) -> None:
     # Whichever half computes the first token is stopped, so that there is none.
     body = completion("def main(", max_tokens=20, stream=stream)
-    with pair.routed(QUICK_PROBES) as port, ThreadPoolExecutor(1) as clients:
+    with pair.routed(QUICK_PROBES[kind]) as port, ThreadPoolExecutor(1) as clients:
         stopped = pair.prefill if kind == "sglang" else pair.decode
         stopped.engine.signal_core(signal.SIGSTOP)
         asking = clients.submit(_timed, port, body)
