@@ -47,7 +47,7 @@ demo: $(READY)
 	$(BIN)/baton demo $(ARGS)
 
 test: $(READY)
-	$(RUN) pytest
+	$(RUN) pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check
