@@ -106,7 +106,7 @@ def check(outcome: Outcome) -> None:
             it_has_ended(got)
             its_answer_is_right(outcome, got)
             its_budget_is_kept(got)
-            it_is_one_stream(got)
+            it_is_one_stream(outcome, got)
             its_error_has_the_one_shape(outcome, got)
             its_end_is_visible(outcome, got)
             its_headers_are_clean(got)
@@ -249,17 +249,20 @@ def its_answer_is_right(outcome: Outcome, got: Got) -> None:
     right = [direct.text for direct in got.direct]
     fitting = [text for text in right if text.startswith(got.text)]
     assert fitting, f"{got.text!r} is the beginning of none of {right}"
-    if got.ending == "clean" and not _may_be_short(outcome):
+    if got.ending == "clean" and not _counts_more(outcome):
         assert got.text in right, f"an incomplete answer ended cleanly: {got.text!r} of {right}"
 
 
-def _may_be_short(outcome: Outcome) -> bool:
-    """Half a character of merged tokens is counted, and a move that carries only text loses it."""
+def _counts_more(outcome: Outcome) -> bool:
+    """Half a character of merged tokens is counted, and a move that carries only text loses it.
+
+    The answer may then end early, and its usage says what the engines have generated.
+    """
     is_merged = any(engine.tokens_per_chunk > 1 for engine in outcome.plan.engines)
     return is_merged and any(name.endswith(" text") for name in outcome.moves)
 
 
-def it_is_one_stream(got: Got) -> None:
+def it_is_one_stream(outcome: Outcome, got: Got) -> None:
     """However many workers it took: one identity, role, finish, usage and end; no foreign ids."""
     if not (got.client.is_judged and got.is_events and got.status == 200):
         return
@@ -274,12 +277,9 @@ def it_is_one_stream(got: Got) -> None:
     assert not got.is_done or got.events[-1] == b"[DONE]"
     if got.ending == "clean" and got.is_done and len(got.indices) == 1:
         is_told = [one for one in got.direct if one.text == got.text]
-        same = [
-            one
-            for one in is_told
-            if _facts_of(got) in (_facts_of(one), _facts_of(one, usage=False))
-        ]
-        assert same or not is_told, f"{_facts_of(got)}, not {[_facts_of(one) for one in is_told]}"
+        mine = _facts_of(got, usage=not _counts_more(outcome))
+        same = [one for one in is_told if mine in (_facts_of(one), _facts_of(one, usage=False))]
+        assert same or not is_told, f"{mine}, not {[_facts_of(one) for one in is_told]}"
 
 
 def _facts_of(got: Got, *, usage: bool = True) -> object:
