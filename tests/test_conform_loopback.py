@@ -45,6 +45,48 @@ def test_any_router_can_be_tried_and_a_failure_is_the_exit_code(
     assert "relay: 0 passed, 1 failed, 3 not applicable" in table
 
 
+DYING = """\
+import sys
+print("looking for a GPU", flush=True)
+sys.exit("no such device: /dev/gpu9")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, said",
+    [
+        (DYING, "with exit status 1, saying: looking for a GPU | no such device: /dev/gpu9"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9, without a word"),
+    ],
+)
+def test_a_router_that_dies_at_once_is_told_of_with_its_last_words(
+    script: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dying.py").write_text(script)
+    launch = f"--launch=dying={{python}} {tmp_path}/dying.py {{port}} {{workers}}"
+
+    code = main(["conform", launch, "--only", "cut-is-told", "--json"])
+
+    verdict = json.loads(capsys.readouterr().out)["dying"]["cases"]["cut-is-told"]
+    assert code == 1
+    assert verdict["reason"] == f"it has ended before it served: {said}"
+    assert verdict["seconds"] < 20
+
+
+@pytest.mark.slow
+def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "router"
+    script.write_text("not a program\n")
+    script.chmod(0o755)
+
+    code = main(["conform", f"--launch=mine={script} {{port}}", "--only", "cut-is-told", "--json"])
+
+    verdict = json.loads(capsys.readouterr().out)["mine"]["cases"]["cut-is-told"]
+    assert code == 1
+    assert verdict["reason"] == f"{script} cannot be started: Exec format error"
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -25,6 +25,10 @@ class Failed(Exception):
     """The router did not do what the case expects; the message is the reason, in one line."""
 
 
+class NotServing(Exception):
+    """The router did not begin to serve; the message says what is known of it, in one line."""
+
+
 class NotApplicable(Exception):
     """The case has no meaning for this router; the message says why."""
 
@@ -71,6 +75,9 @@ class Router(Protocol):
 
     async def wait_exited(self) -> None:
         """Return when it is gone."""
+
+    def last_words(self) -> str:
+        """How it ended, and the last it said; once it is gone."""
 
 
 class Place(Protocol):
