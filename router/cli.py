@@ -3,7 +3,8 @@
 Only reading arguments happens here; each command hands over to the module that does the work, and
 that module is imported when the command is known, so that `--help` and mistakes answer at once.
 The flags of `serve` are not written down here: they are the table in `router.config`.
-A mistake in what was typed is one line on standard error and exit code 2, never a traceback.
+A mistake in what was typed is one line on standard error and exit code 2, never a traceback; so
+is each mistake in a chart, which is noticed by whoever imports it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import attrs
 
@@ -27,6 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     named = next((word for word in words if not word.startswith("-")), "")
+    try:
+        return _run(named, words)
+    except _malformed_chart() as problem:
+        for breach in problem.breaches:
+            complain(named, breach)
+        return 2
+
+
+def _malformed_chart() -> Any:
+    """The class of that exception, once there is one.
+
+    It is asked for while it passes by: a package with such a chart cannot be imported to name it.
+    """
+    kit = sys.modules.get("statemachines.chart")
+    return () if kit is None else kit.MalformedChart
+
+
+def _run(named: str, words: Sequence[str]) -> int:
     arguments, unknown = build_parser(named).parse_known_args(words)
     if unknown:
         return complain(named, f"there is no {unknown[0]} (see baton {named} --help)")
