@@ -16,7 +16,7 @@ from attrs import frozen
 
 from router.columns import columns
 from router.remote import Api
-from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Chart, Edge
+from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart, Edge
 from statemachines.draw import dot, mermaid
 from statemachines.generated import svg
 from statemachines.paint import Paint, counts_paint
@@ -47,7 +47,7 @@ class Sample:
 
 def draw_live(url: str, folder: Path) -> str:
     """Fetch, paint and write; returns what to print. Raises RemoteError, CannotPaint, OSError."""
-    if any(_is_plain(folder / f"{chart.name}.dot", chart) for chart in CHARTS):
+    if any(_is_plain(folder / f"{chart.name}.dot", chart) for chart in ROUTER_CHARTS):
         raise CannotPaint(f"{folder} holds the plain pictures; choose another --output")
     page = Api(url, None).ask("GET", "/metrics").decode("utf-8", "replace")
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -56,7 +56,7 @@ def draw_live(url: str, folder: Path) -> str:
         raise CannotPaint(f"{url}: no counts of transitions in its /metrics")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for chart in CHARTS:
+    for chart in ROUTER_CHARTS:
         paint = live_paint(chart, samples, f"{url} at {now}")
         written = [_write(folder, chart, suffix, paint) for suffix in (".dot", ".mmd", ".svg")]
         files = " ".join(str(path) for path in written if path is not None)

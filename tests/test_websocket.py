@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ import trio.testing
 import trio_websocket
 from attrs import frozen
 
+from router import cli
 from router.app import App
 from router.booking import Booking, Listener
 from router.config import Settings
@@ -28,8 +31,8 @@ from router.tcp import TcpNetwork
 from router.watching import Screen
 from router.websocket import GOING_AWAY, STOPPED, WatchError, WatchRefused, watch
 from router.workerspec import WorkerSpec
+from statemachines import AGENT_CHARTS, ROUTER_CHARTS, Edge
 from statemachines import REQUEST as CHART
-from statemachines import Edge
 from statemachines.replay import replay
 from tests.memory import MemoryNetwork
 
@@ -280,8 +283,9 @@ def test_a_watcher_sees_what_its_filters_name(query: str, seen: set[str]) -> Non
     [
         (
             b"machine=lamp",
-            b"There is no machine lamp, but breaker, handback, leg, request, router, worker.",
+            b"There is no machine lamp, but request, leg, worker, breaker, router.",
         ),
+        (b"machine=leg&machine=handback", b"The handback machine lives in baton agent"),
         (b"machines=leg", b"Filters are machine, worker and request, not machines."),
     ],
 )
@@ -303,6 +307,31 @@ async def test_a_filter_for_what_there_is_not_is_refused(
         world.cancel_scope.cancel()
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"x-router-error-code: bad_request" in answer
+
+
+def test_the_document_names_the_machines_that_can_be_watched() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `--machine M` |")]
+
+    assert re.findall("`([a-z]+)`", row) == [chart.name for chart in ROUTER_CHARTS]
+    for chart in AGENT_CHARTS:
+        assert f"The {chart.name} machine is none of these: it lives in `baton agent`" in text
+
+
+def test_every_machine_of_a_router_can_be_watched_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for chart in ROUTER_CHARTS:
+        assert Filter.of_query(f"machine={chart.name}").machines == {chart.name}
+        assert cli.main(["watch", "nowhere", "--machine", chart.name]) == 1
+        assert "not the URL of a router" in capsys.readouterr().err
+    for name in (*(chart.name for chart in AGENT_CHARTS), "lamp"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["watch", "nowhere", "--machine", name])
+        said = capsys.readouterr().err
+        assert (ended.value.code, said.count("\n")) == (2, 1)
+        assert name in said
+        assert ("lives in baton agent" if name != "lamp" else "request, leg, worker") in said
 
 
 @asynccontextmanager
