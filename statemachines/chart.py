@@ -45,6 +45,11 @@ class Edge:
     leaves: frozenset[str] = frozenset()
     enters: frozenset[str] = frozenset()
 
+    @property
+    def label(self) -> str:
+        """What stands at its arrow."""
+        return f"{self.fact} [{self.guard}]" if self.guard else self.fact
+
 
 @frozen
 class Everywhere:
