@@ -22,6 +22,7 @@ from statemachines.generated import svg
 from statemachines.paint import Paint, counts_paint
 
 OUTPUT = "diagrams-live"
+METRICS_PATH = "/metrics"
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SERIES = re.compile(rf"(?P<name>\w+)\{{(?P<labels>(?:{_LABEL.pattern},?)*)\}} (?P<value>\S+)")
 #: The series that say what is where at the moment.
@@ -47,9 +48,12 @@ class Sample:
 
 def draw_live(url: str, folder: Path) -> str:
     """Fetch, paint and write; returns what to print. Raises RemoteError, CannotPaint, OSError."""
+    if folder.exists() and not folder.is_dir():
+        raise CannotPaint(f"{folder} is no directory; choose another --output")
     if any(_is_plain(folder / f"{chart.name}.dot", chart) for chart in ROUTER_CHARTS):
         raise CannotPaint(f"{folder} holds the plain pictures; choose another --output")
-    page = Api(url, None).ask("GET", "/metrics").decode("utf-8", "replace")
+    router = url.rstrip("/").removesuffix(METRICS_PATH)
+    page = Api(router, None).ask("GET", METRICS_PATH).decode("utf-8", "replace")
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     samples = list(read_metrics(page))
     if not any(sample.name == "baton_transitions_total" for sample in samples):

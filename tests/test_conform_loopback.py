@@ -80,7 +80,15 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     script.write_text("not a program\n")
     script.chmod(0o755)
 
-    code = main(["conform", f"--launch=mine={script} {{port}}", "--only", "cut-is-told", "--json"])
+    code = main(
+        [
+            "conform",
+            f"--launch=mine={script} {{port}} {{workers}}",
+            "--only",
+            "cut-is-told",
+            "--json",
+        ]
+    )
 
     verdict = json.loads(capsys.readouterr().out)["mine"]["cases"]["cut-is-told"]
     assert code == 1
@@ -94,7 +102,19 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
         (["--only", "C99"], "there is no case C99"),
         (["--only", "C17"], "it is left out"),
         (["--launch", "mine=./mine"], "has no {port}"),
-        (["--launch", "mine=./not-there {port}"], "there is no ./not-there"),
+        (["--launch", "mine=./not-there {port} {workers}"], "there is no ./not-there"),
+        (["--launch", "mine"], "must be NAME=COMMAND"),
+        (["--launch", "={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "a/b={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "a.b={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "mine=./mine {port}"], "no {workers}, so it would know of no engine"),
+        (["baton", "--launch", "baton=./mine {port} {workers}"], "two routers are called baton"),
+        (["--set", "mine"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton.cap"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton=4"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton.ready=readyz"], "a path, which begins with /"),
+        (["--json", "--markdown"], "not allowed with argument --json"),
+        (["--logs", "/proc/nowhere"], "--logs /proc/nowhere: No such file or directory"),
         (["--set", "mine.cap=4"], "not among the routers"),
         (["--set", "baton.colour=red"], "no such word"),
         (["--set", "baton.engine=red"], "one of vllm"),
@@ -104,7 +124,11 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_mistake_is_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["conform", *words])
+    code: int | str | None
+    try:
+        code = main(["conform", *words])
+    except SystemExit as ended:
+        code = ended.code
 
     error = capsys.readouterr().err
     assert code == 2

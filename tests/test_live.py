@@ -129,6 +129,43 @@ def test_they_never_replace_the_plain_ones(
     assert committed.read_text() == dot(REQUEST)
 
 
+def test_the_address_of_the_metrics_is_understood_too(router: Router, tmp_path: Path) -> None:
+    router.answer = page_of(REQUEST)[0].encode()
+
+    assert cli.main(["diagrams", "--live", f"{router.url}/metrics", "--output", str(tmp_path)]) == 0
+    assert router.asked == [("GET", "/metrics", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--check", "--live", "http://h"], "it is not for --live"),
+        (["--root", "nowhere"], "--root nowhere: no such directory"),
+        (["--check", "--root", "nowhere"], "--root nowhere: no such directory"),
+        (["--live", ""], "nothing: not the URL of a router (http://HOST:PORT)"),
+        (["--live", "h:1"], "h:1: not the URL of a router (http://HOST:PORT)"),
+        (["--live", "http://127.0.0.1:1"], "http://127.0.0.1:1: [Errno 111] Connection refused"),
+        (["--live", "http://h", "--output", "file"], "file is no directory; choose another"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+
+    assert cli.main(["diagrams", *words]) != 0
+
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_page_of_somebody_else_is_refused(
     router: Router, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -595,8 +595,10 @@ async def test_a_connection_that_is_cut_is_no_end() -> None:
         ("127.0.0.1:8000", "not the URL of a router"),
         ("http://", "not the URL of a router"),
         ("ftp://h", "not the URL of a router"),
-        ("http://127.0.0.1:1", "failed"),
+        ("http://[", "not the URL of a router"),
+        ("http://127.0.0.1:1", r"127.0.0.1:1: Connection refused$"),
         ("http://h:port", "not the URL of a router"),
+        ("http://h:1?machine=leg", "filters are options"),
     ],
 )
 async def test_what_cannot_be_watched_is_one_line(url: str, reason: str) -> None:
@@ -604,6 +606,81 @@ async def test_what_cannot_be_watched_is_one_line(url: str, reason: str) -> None
         await watch(url, query={}, admin_key=None, opened=lambda: None, show=print)
 
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "reason"),
+    [
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", "TLS failed: wrong version number$"),
+        ("https", b"", "127.0.0.1:"),
+        ("http", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", "refused with 200"),
+        ("http", b"220 mail.example ESMTP\r\n", "no WebSocket|was lost|no answer"),
+        ("http", b"", "no WebSocket|was lost|no answer"),
+    ],
+)
+async def test_whatever_listens_there_a_watcher_is_told(
+    scheme: str, answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.websocket.HANDSHAKE_SECONDS", 0.2)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(answer)
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(5), pytest.raises((WatchError, WatchRefused), match=reason) as error:
+            await watch(
+                f"{scheme}://127.0.0.1:{port}",
+                query={},
+                admin_key=None,
+                opened=lambda: None,
+                show=print,
+            )
+        nursery.cancel_scope.cancel()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("scheme", "reason"), [("http", "no answer"), ("https", "no connection")])
+async def test_who_never_answers_is_given_up(
+    scheme: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.websocket.HANDSHAKE_SECONDS", 0.2)
+
+    async def say_nothing(_: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, say_nothing, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(5), pytest.raises(WatchError, match=f"{reason} within 0.2 s"):
+            await watch(
+                f"{scheme}://127.0.0.1:{port}",
+                query={},
+                admin_key=None,
+                opened=lambda: None,
+                show=print,
+            )
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_whole_address_of_the_feed_is_understood_too() -> None:
+    network = TcpNetwork()
+    async with serving(network) as app:
+        host, port = app.address
+        with trio.fail_after(5):
+            await watch(
+                f"http://{host}:{port}/debug/transitions",
+                query={"machine": ["router"]},
+                admin_key=None,
+                opened=app.ask_to_stop,
+                show=lambda _: None,
+            )
+    network.close()
 
 
 def test_a_screen_has_fixed_columns_and_says_what_is_missing(

@@ -7,6 +7,7 @@ on the command line in the same words.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from router.sim.settings import EngineKind
 
 SETTINGS = ("engine", "pd-engine", "ready", "mixed", "pd", "pd-prefill", "pd-decode")
 """What can be told of a router besides its knobs."""
+#: Of which --set can speak, and which can begin a file's name.
+_NAME = re.compile(r"[\w-]+")
+_ENGINE_PLACES = ("{workers}", "{fleet}", "{prefill}", "{decode}")
 
 
 class BadRouter(ValueError):
@@ -217,17 +221,34 @@ def chosen(names: Sequence[str], launches: Sequence[str], told: Sequence[str]) -
             raise BadRouter(f"there is no router {name!r}; there are {', '.join(known)}")
         found[name] = known[name]
     for text in launches:
-        name, _, command = text.partition("=")
-        if "{port}" not in command:
-            raise BadRouter(f"--launch {name}: the command has no {{port}}")
-        found[name] = Candidate(name, command)
+        one = _launched(text)
+        if one.name in found:
+            raise BadRouter(f"--launch {text}: two routers are called {one.name}")
+        found[one.name] = one
     for text in told:
-        key, _, value = text.partition("=")
-        name, _, setting = key.partition(".")
+        key, is_said, value = text.partition("=")
+        name, dot, setting = key.partition(".")
+        if not is_said or not dot:
+            raise BadRouter(f"--set {text}: must be NAME.KEY=VALUE")
         if name not in found:
             raise BadRouter(f"--set {text}: {name!r} is not among the routers to try")
         found[name] = _told(found[name], setting, value)
     return list(found.values())
+
+
+def _launched(text: str) -> Candidate:
+    name, is_said, command = text.partition("=")
+    if not is_said or not _NAME.fullmatch(name):
+        raise BadRouter(
+            f"--launch {text}: must be NAME=COMMAND, a name of letters, digits, _ and -"
+        )
+    if "{port}" not in command:
+        raise BadRouter(f"--launch {name}: the command has no {{port}}")
+    if not any(place in command for place in _ENGINE_PLACES):
+        raise BadRouter(
+            f"--launch {name}: the command has no {{workers}}, so it would know of no engine"
+        )
+    return Candidate(name, command)
 
 
 def installed(one: Candidate, folder: str) -> Candidate:
@@ -256,5 +277,7 @@ def _told(one: Candidate, setting: str, value: str) -> Candidate:
         raise BadRouter(f"--set {one.name}.{setting}: no such word; there are {known}")
     if setting in ("engine", "pd-engine") and value not in ("vllm", "sglang", "openai"):
         raise BadRouter(f"--set {one.name}.{setting}: one of vllm, sglang, openai")
+    if setting == "ready" and not value.startswith("/"):
+        raise BadRouter(f"--set {one.name}.ready: a path, which begins with /")
     name = {"ready": "ready_path"}.get(setting, setting.replace("-", "_"))
     return attrs.evolve(one, **{name: value})  # type: ignore[arg-type]  # a text, checked above
