@@ -108,6 +108,11 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
         (["--launch", "a/b={port} {workers}"], "must be NAME=COMMAND"),
         (["--launch", "a.b={port} {workers}"], "must be NAME=COMMAND"),
         (["--launch", "mine=./mine {port}"], "no {workers}, so it would know of no engine"),
+        (
+            ["--launch", "mine=./mine {port} --to={workers}"],
+            "must be a word of its own, not in --to=",
+        ),
+        (["--set", "baton.mixed=--to={workers}"], "must be a word of its own, not in --to="),
         (["baton", "--launch", "baton=./mine {port} {workers}"], "two routers are called baton"),
         (["--set", "mine"], "must be NAME.KEY=VALUE"),
         (["--set", "baton.cap"], "must be NAME.KEY=VALUE"),

@@ -27,6 +27,7 @@ SETTINGS = ("engine", "pd-engine", "ready", "mixed", "pd", "pd-prefill", "pd-dec
 #: Of which --set can speak, and which can begin a file's name.
 _NAME = re.compile(r"[\w-]+")
 _ENGINE_PLACES = ("{workers}", "{fleet}", "{prefill}", "{decode}")
+_SEVERAL_PLACES = (*_ENGINE_PLACES, "{knobs}")
 
 
 class BadRouter(ValueError):
@@ -248,7 +249,15 @@ def _launched(text: str) -> Candidate:
         raise BadRouter(
             f"--launch {name}: the command has no {{workers}}, so it would know of no engine"
         )
+    _check_places(f"--launch {name}", command)
     return Candidate(name, command)
+
+
+def _check_places(said: str, text: str) -> None:
+    """What stands for several words must be a word; raises BadRouter."""
+    for word in text.split():
+        if inside := [place for place in _SEVERAL_PLACES if place in word and place != word]:
+            raise BadRouter(f"{said}: {inside[0]} must be a word of its own, not in {word}")
 
 
 def installed(one: Candidate, folder: str) -> Candidate:
@@ -279,5 +288,7 @@ def _told(one: Candidate, setting: str, value: str) -> Candidate:
         raise BadRouter(f"--set {one.name}.{setting}: one of vllm, sglang, openai")
     if setting == "ready" and not value.startswith("/"):
         raise BadRouter(f"--set {one.name}.ready: a path, which begins with /")
+    if setting in ("mixed", "pd"):
+        _check_places(f"--set {one.name}.{setting}", value)
     name = {"ready": "ready_path"}.get(setting, setting.replace("-", "_"))
     return attrs.evolve(one, **{name: value})  # type: ignore[arg-type]  # a text, checked above
