@@ -95,6 +95,15 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     assert verdict["reason"] == f"{script} cannot be started: Exec format error"
 
 
+def test_a_fleet_that_was_not_described_is_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = "--launch=mine={python} nowhere {port} {fleet}"
+
+    assert main(["conform", launch, "--only", "cut-is-told"]) == 0
+    assert "n/a: nothing to put for {fleet} (--set 'mine.mixed=... {workers}')" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

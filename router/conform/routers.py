@@ -60,6 +60,8 @@ class Candidate:
         """Why a case cannot be tried, if so."""
         if case.is_pd and self.pd is None:
             return "no command line for prefill/decode pairs"
+        if not case.is_pd and "{fleet}" in self.command and not self.mixed:
+            return f"nothing to put for {{fleet}} (--set '{self.name}.mixed=... {{workers}}')"
         missing = [knob for knob in case.needs if knob not in self.flags]
         return f"no flag for {missing[0]!r} ({KNOBS[missing[0]]})" if missing else None
 
