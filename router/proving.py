@@ -104,29 +104,29 @@ def _diagrams(arguments: argparse.Namespace) -> int:
     if not Path(arguments.root).is_dir():
         return complain("diagrams", f"--root {arguments.root}: no such directory")
     from router.reference import blocks
-    from statemachines.generated import stale, write
+    from statemachines.generated import NotDrawn, UnknownBlock, stale, write
 
     root = Path(arguments.root)
-    if arguments.check:
-        found = stale(root, blocks())
-        for path in found:
-            print(f"not up to date: {path}")
-        return 1 if found else 0
-    for path in write(root, blocks()):
-        print(f"written: {path}")
-    return 0
+    try:
+        found = stale(root, blocks()) if arguments.check else write(root, blocks())
+    except (NotDrawn, UnknownBlock, OSError) as problem:
+        return complain("diagrams", problem)
+    for path in found:
+        print(f"{'not up to date' if arguments.check else 'written'}: {path}")
+    return 1 if found and arguments.check else 0
 
 
 def _live_diagrams(arguments: argparse.Namespace) -> int:
     from router.live import CannotPaint, draw_live
     from router.remote import RemoteError
+    from statemachines.generated import NotDrawn
 
     folder = Path(arguments.output)
     if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
         return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
     try:
         print(draw_live(arguments.live, folder))
-    except (CannotPaint, RemoteError, OSError) as problem:
+    except (CannotPaint, NotDrawn, RemoteError, OSError) as problem:
         print(f"baton diagrams: {problem}", file=sys.stderr)
         return 1
     return 0

@@ -21,7 +21,7 @@ from router.recordings import BadRecording, Recording, read_recording, shown
 from statemachines import CHARTS
 from statemachines.chart import Chart
 from statemachines.draw import dot, mermaid
-from statemachines.generated import svg
+from statemachines.generated import NotDrawn, svg
 from statemachines.paint import Paint, counts_paint, path_paint
 from statemachines.replay import Life, Record, Refusal, Replay, replay
 
@@ -68,7 +68,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         found = replay(recording.records, is_whole=recording.is_whole)
         if arguments.draw:
             _draw(arguments.draw, found, arguments.file)
-    except (Mistake, OSError) as problem:
+    except (Mistake, NotDrawn, OSError) as problem:
         print(f"baton replay: {problem}", file=sys.stderr)
         return 2
     print("\n".join(_report(found, recording, shows_all=arguments.all)))

@@ -18,6 +18,7 @@ from statemachines.draw import dot
 from statemachines.request import RequestState
 from statemachines.worker import WorkerState
 from tests.routers import Router, standing_in
+from tests.test_replay import as_lines, record
 
 
 @pytest.fixture
@@ -164,6 +165,42 @@ def test_a_mistake_is_one_line(
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_graphviz_complains_of_is_one_line(
+    router: Router,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\ncat > /dev/null\necho 'Error: no expat,\nsorry' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    router.answer = page_of(REQUEST)[0].encode()
+    edge = REQUEST.edges[0]
+    log = tmp_path / "log"
+    log.write_bytes(as_lines([record(edge)]))
+
+    for words in (
+        ["diagrams", "--live", router.url, "--output", str(tmp_path / "live")],
+        ["diagrams", "--root", str(tmp_path)],
+        ["replay", str(log), "--draw", str(tmp_path / "x.svg")],
+    ):
+        assert cli.main(words) != 0
+        said = f"baton {words[0]}: {program} has failed (3): Error: no expat, sorry\n"
+        assert capsys.readouterr().err == said
+
+
+def test_a_document_that_asks_for_no_such_block_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("<!-- generated: moon -->\n<!-- /generated -->\n")
+
+    assert cli.main(["diagrams", "--check", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "baton diagrams: README.md: no generated block is called moon\n"
+    )
 
 
 def test_a_page_of_somebody_else_is_refused(
