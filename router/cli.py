@@ -3,7 +3,8 @@
 Only reading arguments happens here; each command hands over to the module that does the work, and
 that module is imported when the command is known, so that `--help` and mistakes answer at once.
 The flags of `serve` are not written down here: they are the table in `router.config`.
-A mistake in what was typed is one line on standard error and exit code 2, never a traceback.
+A mistake in what was typed is one line on standard error and exit code 2, never a traceback; so
+is each mistake in a chart, which is noticed by whoever imports it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import attrs
 
 from router.config import OPTIONS, load_settings, refuse_unavailable, unavailable_notes
+from router.mistakes import Parser, complain
 from router.options import Option, SettingsError, to_toml
+from router.proving import add_check, add_diagrams
 from router.remote import add_workers_commands
 
 
@@ -27,18 +29,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     named = next((word for word in words if not word.startswith("-")), "")
+    try:
+        return _run(named, words)
+    except _malformed_chart() as problem:
+        for breach in problem.breaches:
+            complain(named, breach)
+        return 2
+
+
+def _malformed_chart() -> Any:
+    """The class of that exception, once there is one.
+
+    It is asked for while it passes by: a package with such a chart cannot be imported to name it.
+    """
+    kit = sys.modules.get("statemachines.chart")
+    return () if kit is None else kit.MalformedChart
+
+
+def _run(named: str, words: Sequence[str]) -> int:
     arguments, unknown = build_parser(named).parse_known_args(words)
     if unknown:
-        return complain(named, f"there is no {unknown[0]} (see baton {named} --help)")
+        flag = next((word for word in unknown if word.startswith("-")), None)
+        problem = (
+            f"{unknown[0]} is one argument too many" if flag is None else f"there is no {flag}"
+        )
+        return complain(named, f"{problem} (see baton {named} --help)")
     command: Callable[[argparse.Namespace], int] = arguments.command
     return command(arguments)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line: sixty flags of usage would bury it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def build_parser(named: str) -> Parser:
@@ -68,12 +85,6 @@ def _version() -> str:
         return version("baton-router")
     except PackageNotFoundError:
         return "(not installed)"
-
-
-def complain(command: str, problem: object) -> int:
-    """Say on standard error what is wrong and return the exit code of a mistake."""
-    print(f"baton {command}: {problem}", file=sys.stderr)
-    return 2
 
 
 # --- serve -----------------------------------------------------------------------------------
@@ -305,114 +316,6 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=demo)
 
 
-def _add_diagrams(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--check", action="store_true", help="only compare; exit 1 where a file is not up to date"
-    )
-    parser.add_argument(
-        "--root", default=".", metavar="DIR", help="where diagrams/ and docs/ are (default .)"
-    )
-    parser.add_argument(
-        "--live",
-        metavar="URL",
-        help="instead, paint the counts of this router's /metrics on the diagrams",
-    )
-    parser.add_argument(
-        "--output",
-        default="diagrams-live",
-        metavar="DIR",
-        help="where the live pictures go (default diagrams-live)",
-    )
-    parser.set_defaults(command=_diagrams)
-
-
-def _diagrams(arguments: argparse.Namespace) -> int:
-    if arguments.live is not None:
-        return _live_diagrams(arguments)
-    from router.reference import blocks
-    from statemachines.generated import stale, write
-
-    root = Path(arguments.root)
-    if arguments.check:
-        found = stale(root, blocks())
-        for path in found:
-            print(f"not up to date: {path}")
-        return 1 if found else 0
-    for path in write(root, blocks()):
-        print(f"written: {path}")
-    return 0
-
-
-def _live_diagrams(arguments: argparse.Namespace) -> int:
-    from router.live import CannotPaint, draw_live
-    from router.remote import RemoteError
-
-    folder = Path(arguments.output)
-    if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
-        return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
-    try:
-        print(draw_live(arguments.live, folder))
-    except (CannotPaint, RemoteError, OSError) as problem:
-        print(f"baton diagrams: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="*", help="only these, by the names that are printed")
-    parser.add_argument(
-        "--explain",
-        metavar="PROPERTY",
-        help="instead, show the shortest path on which this promise (or the only one with these "
-        "words) is put to the test",
-    )
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="the same with larger budgets: more than a million states, in minutes",
-    )
-    parser.set_defaults(command=_check)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from statemachines.check import models, run_checks
-
-    if arguments.explain is not None:
-        return _explain(arguments.explain)
-    names = [model.name for model in models()]
-    if unknown := [name for name in arguments.model if name not in names]:
-        return complain("check", f"no model is called {unknown[0]!r}; there are {', '.join(names)}")
-    is_terminal = sys.stderr.isatty()
-    report = run_checks(
-        _show_progress if is_terminal else None,
-        deep=arguments.deep,
-        only=arguments.model or None,
-    )
-    if is_terminal:
-        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
-    print(report)
-    return 0 if report.is_good else 1
-
-
-def _show_progress(model: str, seen: int, waiting: int) -> None:
-    line = f"{model}: {seen:,} states, {waiting:,} waiting"
-    print(f"\r{line:70}", end="", file=sys.stderr, flush=True)
-
-
-def _explain(words: str) -> int:
-    from statemachines.check import models
-    from statemachines.explain import Ambiguous, explain_all
-
-    try:
-        print(explain_all(models(), words))
-    except Ambiguous as problem:
-        code = complain("check", f"not one promise is called {words!r}; there are")
-        for model, promises in problem.promises.items():
-            print("\n".join([f"{model}:", *(f"  {each}" for each in promises)]), file=sys.stderr)
-        return code
-    return 0
-
-
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     from router.replaying import add_replay_arguments
 
@@ -447,8 +350,8 @@ COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...]
     ("agent", _add_agent, "serve the engine beside it to routers over NATS"),
     ("sim", _add_sim, "run a simulated engine"),
     ("demo", _add_demo, "watch a small fleet lose workers, in this terminal"),
-    ("diagrams", _add_diagrams, "write the state diagrams and the generated parts of docs/"),
-    ("check", _add_check, "model-check the state machines"),
+    ("diagrams", add_diagrams, "write the state diagrams and the generated parts of docs/"),
+    ("check", add_check, "model-check the state machines"),
     ("watch", _add_watch, "show the transitions of a running router as they happen"),
     ("replay", _add_replay, "run a recorded log of transitions through the charts"),
     ("conform", _add_conform, "try what users complain about on this router or any other"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
 from urllib.parse import parse_qs
 
 import msgspec
@@ -17,11 +16,13 @@ import trio
 from attrs import define, field, frozen
 
 from router.logs import HasId, Stamp
-from statemachines import CHARTS, Edge
+from statemachines import AGENT_CHARTS, ROUTER_CHARTS, Edge
 
 #: Transitions that may wait for a watcher.
 WAITING_MAX = 10_000
-_MACHINES = frozenset(chart.name for chart in CHARTS)
+#: Which machines there are to watch.
+MACHINES = tuple(chart.name for chart in ROUTER_CHARTS)
+_ELSEWHERE = frozenset(chart.name for chart in AGENT_CHARTS)
 
 
 class Transition(msgspec.Struct):
@@ -69,8 +70,8 @@ class Filter:
         if strange := set(asked) - {"machine", "worker", "request"}:
             raise BadFilter(f"Filters are machine, worker and request, not {min(strange)}.")
         machines = frozenset(asked.get("machine", ()))
-        if unknown := machines - _MACHINES:
-            raise BadFilter(f"There is no machine {min(unknown)}, but {_listed(_MACHINES)}.")
+        for machine in sorted(machines):
+            check_machine(machine)
         workers, requests = (frozenset(asked.get(key, ())) for key in ("worker", "request"))
         return cls(machines, workers, requests)
 
@@ -83,8 +84,15 @@ class Filter:
         )
 
 
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words))
+def check_machine(name: str) -> None:
+    """Raises BadFilter for one that no router shows."""
+    if name in _ELSEWHERE:
+        raise BadFilter(
+            f"The {name} machine lives in baton agent and no router shows it: read the agent's log "
+            "(--log-format json --log-level debug) with baton replay."
+        )
+    if name not in MACHINES:
+        raise BadFilter(f"There is no machine {name}, but {', '.join(MACHINES)}.")
 
 
 def _workers_of(machine: str, subject: HasId) -> list[str]:

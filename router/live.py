@@ -16,12 +16,13 @@ from attrs import frozen
 
 from router.columns import columns
 from router.remote import Api
-from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Chart, Edge
+from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart, Edge
 from statemachines.draw import dot, mermaid
 from statemachines.generated import svg
 from statemachines.paint import Paint, counts_paint
 
 OUTPUT = "diagrams-live"
+METRICS_PATH = "/metrics"
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SERIES = re.compile(rf"(?P<name>\w+)\{{(?P<labels>(?:{_LABEL.pattern},?)*)\}} (?P<value>\S+)")
 #: The series that say what is where at the moment.
@@ -47,16 +48,19 @@ class Sample:
 
 def draw_live(url: str, folder: Path) -> str:
     """Fetch, paint and write; returns what to print. Raises RemoteError, CannotPaint, OSError."""
-    if any(_is_plain(folder / f"{chart.name}.dot", chart) for chart in CHARTS):
+    if folder.exists() and not folder.is_dir():
+        raise CannotPaint(f"{folder} is no directory; choose another --output")
+    if any(_is_plain(folder / f"{chart.name}.dot", chart) for chart in ROUTER_CHARTS):
         raise CannotPaint(f"{folder} holds the plain pictures; choose another --output")
-    page = Api(url, None).ask("GET", "/metrics").decode("utf-8", "replace")
+    router = url.rstrip("/").removesuffix(METRICS_PATH)
+    page = Api(router, None).ask("GET", METRICS_PATH).decode("utf-8", "replace")
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     samples = list(read_metrics(page))
     if not any(sample.name == "baton_transitions_total" for sample in samples):
         raise CannotPaint(f"{url}: no counts of transitions in its /metrics")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for chart in CHARTS:
+    for chart in ROUTER_CHARTS:
         paint = live_paint(chart, samples, f"{url} at {now}")
         written = [_write(folder, chart, suffix, paint) for suffix in (".dot", ".mmd", ".svg")]
         files = " ".join(str(path) for path in written if path is not None)

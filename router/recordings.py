@@ -1,22 +1,32 @@
 """What `baton replay` reads: the answer of /debug/requests/ID, or lines that were recorded.
 
 Lines are those of /debug/transitions and of a log with `--log-format json --log-level debug`. Other
-lines of a log are passed over, as is a last one that was cut off: a log is a log. No prompt text
-is in any of them.
+lines of a log are passed over: a log is a log. One that was cut off is noted, since a transition
+may have been in it, and so is a time that cannot be one. No prompt text is in any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import TypeVar
 
+import attrs
 import msgspec
-from attrs import frozen
+from attrs import define, field, frozen
 
 from statemachines.replay import Lost, Record
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
+#: What lies beyond is no time of anything: the year 33658, or as many seconds before 1970.
+SECONDS_MAX = 1e12
+GZIP = b"\x1f\x8b"
+#: So much of what cannot be read is shown.
+SHOWN_CHARACTERS_MAX = 60
+
+
+class BadRecording(ValueError):
+    """Nothing in it can be replayed; the message is one line that says what it is instead."""
 
 
 class _Transition(msgspec.Struct):
@@ -24,7 +34,7 @@ class _Transition(msgspec.Struct):
     source: str
     fact: str
     target: str
-    seconds: float
+    seconds: object = None
 
 
 class _Request(msgspec.Struct):
@@ -42,8 +52,8 @@ class _Line(msgspec.Struct):
     fact: str
     target: str
     #: Of /debug/transitions; the log has only the time of day.
-    seconds: float | None = None
-    time: str = ""
+    seconds: object = None
+    time: object = None
     lost: int = 0
 
 
@@ -64,49 +74,251 @@ class Recording:
     others: int = 0
     #: The state that the router showed at the end, where it is one request's answer.
     state: str | None = None
+    #: Sentences on what could not be read and is missing from the records.
+    gaps: tuple[str, ...] = ()
+    #: Sentences on times that are none.
+    remarks: tuple[str, ...] = ()
 
 
 def read_recording(data: bytes) -> Recording:
-    """Read either form; what is neither has no records."""
-    request = _decode(data, _Request)
-    if request is None:
-        return _read_lines(data)
-    records = [
-        Record(each.machine, request.id, each.source, each.fact, each.target, each.seconds)
-        for each in request.transitions
-    ]
-    return Recording(tuple(records), is_whole=True, state=request.state)
-
-
-def _read_lines(data: bytes) -> Recording:
-    records: list[Record | Lost] = []
-    others = 0
-    for line in data.splitlines():
-        found = list(_read_line(line))
-        others += not found and bool(line.strip())
-        records += found
-    return Recording(tuple(records), is_whole=False, others=others)
-
-
-def _read_line(text: bytes) -> Iterator[Record | Lost]:
-    line = _decode(text, _Line)
-    missing = _decode(text, _Lost) if line is None else line
-    if missing is not None and missing.lost:
-        yield Lost(missing.lost)
-    if line is not None:
-        seconds = _seconds_of(line.time) if line.seconds is None else line.seconds
-        yield Record(line.machine, line.id, line.source, line.fact, line.target, seconds)
-
-
-def _decode(text: bytes, kind: type[T]) -> T | None:
+    """Read either form; raises BadRecording for what is neither."""
+    if not data.strip():
+        raise BadRecording("it is empty")
     try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError):
+        whole = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        return _read_lines(data, problem)
+    if isinstance(whole, dict) and "transitions" in whole:
+        return _read_request(whole)
+    if isinstance(whole, dict) and not {"machine", "fact", "target", "lost"}.isdisjoint(whole):
+        return _read_lines(data, None)
+    raise BadRecording(_kind_of(whole))
+
+
+def _kind_of(whole: object) -> str:
+    """What JSON it is that holds no transitions."""
+    if isinstance(whole, dict) and isinstance(error := whole.get("error"), dict):
+        return f"the router's answer is an error: {shown(error.get('message'))}"
+    if isinstance(whole, dict) and "requests" in whole:
+        return "this is a list of requests; record one with /debug/requests/ID"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kind = kinds.get(type(whole), "null" if whole is None else "a number")
+    named = f" with {shown(', '.join(map(str, whole)))}" if whole and type(whole) is dict else ""
+    return f"JSON of another kind: {kind}{named}, neither a request's answer nor a transition"
+
+
+def shown(value: object) -> str:
+    """A word of somebody else as a part of a line."""
+    text = " ".join(str(value).split())
+    text = "".join(character for character in text if character.isprintable())
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
+
+
+#### One request
+
+
+def _read_request(whole: Mapping[str, object]) -> Recording:
+    try:
+        request = msgspec.convert(whole, _Request)
+    except msgspec.ValidationError as problem:
+        raise BadRecording(f"not the answer of /debug/requests/ID: {problem}") from None
+    if not request.transitions:
+        raise BadRecording(
+            f"request {shown(request.id)} has no transitions yet: it is {shown(request.state)}"
+        )
+    clock = _Clock()
+    records = [
+        Record(*_words(each, request.id), clock.read(each.seconds)) for each in request.transitions
+    ]
+    return Recording(
+        tuple(records), is_whole=True, state=request.state, remarks=tuple(clock.remarks())
+    )
+
+
+def _words(each: _Transition | _Line, id: str) -> tuple[str, str, str, str, str]:
+    return each.machine, id, each.source, each.fact, each.target
+
+
+#### Lines
+
+
+def _read_lines(data: bytes, problem: Exception | None) -> Recording:
+    """`problem` is why the whole is no JSON; None where it is one line, however it is laid out."""
+    reader = _Reader()
+    lines = [data] if problem is None else data.splitlines()
+    for number, line in enumerate(lines, 1):
+        is_open = number == len(lines) and not data.endswith((b"\n", b"\r"))
+        reader.read(number, line, is_open=is_open)
+    if not any(isinstance(each, Record) for each in reader.records):
+        raise BadRecording(reader.says_why_empty(data, len(lines), problem))
+    return reader.recording()
+
+
+@define(eq=False)
+class _Reader:
+    records: list[Record | Lost] = field(factory=list)
+    others: int = 0
+    is_cut: bool = False
+    #: Numbers of lines that begin as JSON and do not end so, and what is wrong with others.
+    _broken: list[int] = field(factory=list)
+    _misfits: list[str] = field(factory=list)
+    #: Of the records: seconds on a clock that never jumps, and times of day.
+    _steady: list[object] = field(factory=list)
+    _daily: list[object] = field(factory=list)
+
+    def read(self, number: int, text: bytes, *, is_open: bool) -> None:
+        try:
+            found = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self._note_broken(number, text, is_open=is_open)
+            return
+        if not isinstance(found, dict):
+            self.others += 1
+        elif "fact" in found and "machine" in found:
+            self._read_transition(number, found)
+        elif (missing := _converted(found, _Lost)) is not None and missing.lost > 0:
+            self.records.append(Lost(missing.lost))
+        else:
+            self.others += 1
+
+    def _note_broken(self, number: int, text: bytes, *, is_open: bool) -> None:
+        if not text.lstrip().startswith(b"{"):
+            self.others += bool(text.strip())
+        elif is_open:
+            self.is_cut = True
+        else:
+            self._broken.append(number)
+            self.records.append(Lost(1))
+
+    def _read_transition(self, number: int, found: object) -> None:
+        try:
+            line = msgspec.convert(found, _Line)
+        except msgspec.ValidationError as problem:
+            # What the router says of itself has a fact and no target.
+            if isinstance(found, dict) and "target" in found:
+                self._misfits.append(f"line {number}: {problem}")
+                self.records.append(Lost(1))
+            else:
+                self.others += 1
+            return
+        if line.lost > 0:
+            self.records.append(Lost(line.lost))
+        self.records.append(Record(*_words(line, line.id)))
+        self._steady.append(line.seconds)
+        self._daily.append(line.time)
+
+    def recording(self) -> Recording:
+        clock = _Clock()
+        times = iter(self._times(clock))
+        records = [
+            attrs.evolve(each, seconds=next(times)) if isinstance(each, Record) else each
+            for each in self.records
+        ]
+        return Recording(
+            tuple(records),
+            is_whole=False,
+            others=self.others,
+            gaps=tuple(self._gaps()),
+            remarks=tuple(clock.remarks()),
+        )
+
+    def _times(self, clock: _Clock) -> list[float | None]:
+        """All of one clock: of the steady one where every line has that, else of the day's."""
+        chosen = self._daily
+        if None not in self._steady or not any(self._daily):
+            chosen = self._steady
+        elif any(
+            steady is not None and day is None
+            for steady, day in zip(self._steady, self._daily, strict=True)
+        ):
+            clock.is_mixed = True
+        return [clock.read(value) for value in chosen]
+
+    def _gaps(self) -> Iterator[str]:
+        if self._broken:
+            first, count = self._broken[0], len(self._broken)
+            lines = f"line {first} is" if count == 1 else f"{count} lines from {first} on are"
+            yield f"{lines} broken JSON, and what stood there is missing"
+        if self._misfits:
+            count = len(self._misfits)
+            lines = "1 line is" if count == 1 else f"{count} lines are"
+            yield f"{lines} no whole transition, and missing ({self._misfits[0]})"
+        if self.is_cut:
+            yield "the last line is cut off, and what stood there is missing"
+
+    def says_why_empty(self, data: bytes, lines: int, problem: Exception | None) -> str:
+        """What it is instead of a recording."""
+        if data.startswith(GZIP):
+            return "it is compressed; give it unpacked, as in: gunzip -c FILE | baton replay -"
+        if not _is_text(data):
+            return "it is no text"
+        if self._misfits:
+            return f"no whole transition in it: {self._misfits[0]}"
+        if "truncated" in str(problem):
+            return f"its JSON is cut off after {len(data):,} bytes"
+        if lines == 1 and (self._broken or self.is_cut):
+            return f"its JSON is broken: {problem}"
+        return (
+            f"no transitions in it ({_count(lines, 'line')}); a router's log has them with "
+            "--log-format json --log-level debug"
+        )
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return "\0" not in data.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def _converted(found: object, kind: type[T]) -> T | None:
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError:
         return None
 
 
-def _seconds_of(time: str) -> float | None:
+#### Times
+
+
+@define(eq=False)
+class _Clock:
+    """Reads times and notes those that are none."""
+
+    is_mixed: bool = False
+    _missing: int = 0
+    _odd: list[str] = field(factory=list)
+
+    def read(self, value: object) -> float | None:
+        """Seconds: of a number, or of a date in ISO 8601, which is UTC where it does not say."""
+        if value is None or value == "":
+            self._missing += 1
+            return None
+        found = _seconds_of(value)
+        if found is None:
+            self._odd.append(shown(value))
+        return found
+
+    def remarks(self) -> Iterator[str]:
+        if self._missing:
+            yield f"{_count(self._missing, 'fact')} without a time"
+        if self._odd:
+            yield f"{_count(len(self._odd), 'time')} not readable, the first is {self._odd[0]!r}"
+        if self.is_mixed:
+            yield "its times are of two clocks, and only those of the day are shown"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _seconds_of(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if abs(value) < SECONDS_MAX else None
+    if not isinstance(value, str):
+        return None
     try:
-        return datetime.fromisoformat(time).timestamp()
-    except ValueError:
+        found = datetime.fromisoformat(value)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return None

@@ -46,7 +46,10 @@ class Api:
             with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False) as client:
                 url = self.url.rstrip("/") + path
                 answer = client.request(method, url, json=body, headers=headers)
-        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as problem:
+            said = f"{self.url or 'nothing'}: not the URL of a router (http://HOST:PORT)"
+            raise RemoteError(said) from problem
+        except httpx.HTTPError as problem:
             raise RemoteError(f"{self.url}: {problem}") from problem
         if not answer.is_success:
             raise RemoteError(reason_of(answer.status_code, answer.content))

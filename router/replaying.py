@@ -1,7 +1,8 @@
 """`baton replay`: a recorded log through the charts, as tables and as a picture.
 
 Exit code 0: the charts allow what was recorded. 1: they refuse it, and the first illegal fact is
-shown. 2: there is nothing to replay, or the picture cannot be made.
+shown. 2: there is nothing to replay, or the picture cannot be made. 3: they allow what is there,
+but a part of the recording is cut off or broken.
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import attrs
+
 from router.columns import columns
-from router.recordings import Recording, read_recording
+from router.recordings import BadRecording, Recording, read_recording, shown
+from statemachines import CHARTS
 from statemachines.chart import Chart
 from statemachines.draw import dot, mermaid
-from statemachines.generated import svg
+from statemachines.generated import NotDrawn, svg
 from statemachines.paint import Paint, counts_paint, path_paint
 from statemachines.replay import Life, Record, Refusal, Replay, replay
 
 #: More lives than these are counted instead of shown, unless --all is given.
 SHOWN_MAX = 20
+#: So many ids are listed to one who has named another.
+IDS_MAX = 8
+MACHINES = tuple(chart.name for chart in CHARTS)
 _HEAD = ("seconds", "stayed", "in", "fact", "if", "leads to", "because")
 
 
@@ -34,10 +42,11 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "FILE is the answer of /debug/requests/ID, or lines of /debug/transitions (baton watch "
         "--json) or of a log with --log-format json --log-level debug. Where a guard decided, the "
-        "recorded state tells how."
+        "recorded state tells how. Exit code 0: legal; 1: refused; 2: nothing to replay; 3: legal, "
+        "but lines of it are cut off or broken."
     )
     parser.add_argument("file", metavar="FILE", help="what was recorded; - reads standard input")
-    parser.add_argument("--machine", help="only subjects of this machine")
+    parser.add_argument("--machine", help=f"only subjects of this machine: {', '.join(MACHINES)}")
     parser.add_argument("--id", help="only the subject with this id")
     parser.add_argument(
         "--all", action="store_true", help=f"show every subject, also of more than {SHOWN_MAX}"
@@ -54,31 +63,64 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay, print, draw; returns the exit code."""
     try:
-        recording = _select(read_recording(_read(arguments.file)), arguments)
+        _check_machine(arguments.machine)
+        recording = _select(_read(arguments.file), arguments.machine, arguments.id)
         found = replay(recording.records, is_whole=recording.is_whole)
-        if not found.lives and not found.refusals and recording.state is None:
-            raise Mistake(f"{arguments.file}: no transitions in it")
         if arguments.draw:
             _draw(arguments.draw, found, arguments.file)
-    except (Mistake, OSError) as problem:
+    except (Mistake, NotDrawn, OSError) as problem:
         print(f"baton replay: {problem}", file=sys.stderr)
         return 2
     print("\n".join(_report(found, recording, shows_all=arguments.all)))
-    return 1 if found.refusals or _differs(found, recording) else 0
+    if found.refusals or _differs(found, recording):
+        return 1
+    return 3 if recording.gaps else 0
 
 
-def _read(name: str) -> bytes:
-    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+def _check_machine(name: str | None) -> None:
+    if name is not None and name not in MACHINES:
+        raise Mistake(f"--machine {name}: there is no such machine; there are {_listed(MACHINES)}")
 
 
-def _select(recording: Recording, arguments: argparse.Namespace) -> Recording:
-    def is_asked(record: object) -> bool:
-        if not isinstance(record, Record):
-            return True
-        return arguments.machine in (None, record.machine) and arguments.id in (None, record.id)
+def _read(name: str) -> Recording:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as problem:
+        raise Mistake(f"{name}: {problem.strerror}") from None
+    try:
+        return read_recording(data)
+    except BadRecording as problem:
+        raise Mistake(f"{'standard input' if name == '-' else name}: {problem}") from None
 
-    records = tuple(record for record in recording.records if is_asked(record))
-    return Recording(records, recording.is_whole, recording.others, recording.state)
+
+def _select(recording: Recording, machine: str | None, id: str | None) -> Recording:
+    """Only what is asked for; raises Mistake where that is nothing."""
+    found = [each for each in recording.records if isinstance(each, Record)]
+    found = _only(found, "--machine", machine, lambda record: record.machine)
+    found = _only(found, "--id", id, lambda record: record.id)
+    kept = {(each.machine, each.id) for each in found}
+    records = tuple(
+        each
+        for each in recording.records
+        if not isinstance(each, Record) or (each.machine, each.id) in kept
+    )
+    return attrs.evolve(recording, records=records)
+
+
+def _only(
+    found: list[Record], flag: str, wanted: str | None, name_of: Callable[[Record], str]
+) -> list[Record]:
+    if wanted is None:
+        return found
+    names = tuple(dict.fromkeys(map(name_of, found)))
+    if wanted not in names:
+        raise Mistake(f"{flag} {wanted}: none is recorded; there are {_listed(names)}")
+    return [each for each in found if name_of(each) == wanted]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - IDS_MAX:,} more" if len(names) > IDS_MAX else ""
+    return ", ".join(map(shown, names[:IDS_MAX])) + more
 
 
 def _differs(found: Replay, recording: Recording) -> bool:
@@ -104,7 +146,22 @@ def _report(found: Replay, recording: Recording, *, shows_all: bool) -> Iterator
     elif _differs(found, recording):
         yield f"refused: the router showed it in {recording.state}"
         yield ""
+    notes = [*recording.gaps, *recording.remarks, *_backward(found, recording)]
+    if notes:
+        yield from (f"note: {note}" for note in notes)
+        yield ""
     yield _summary(found, recording)
+
+
+def _backward(found: Replay, recording: Recording) -> Iterator[str]:
+    """Of times that are earlier than the time before."""
+    names = []
+    for life in found.lives:
+        times = [seconds for seconds, _ in life.path if seconds is not None]
+        began = [0.0] if recording.is_whole else []
+        names += [life.name for one, other in pairwise([*began, *times]) if other < one]
+    if names:
+        yield f"{_number(len(names), 'time')} before the one before, the first of {names[0]}"
 
 
 def _counted(found: Replay) -> Iterator[str]:

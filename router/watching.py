@@ -17,10 +17,10 @@ import msgspec
 import trio
 from attrs import define
 
-from router.feed import Lost, Transition
+from router.feed import MACHINES, BadFilter, Lost, Transition, check_machine
 from router.remote import reason_of
 from router.websocket import STOPPED, WatchError, WatchRefused, watch
-from statemachines import CHARTS
+from statemachines import ROUTER_CHARTS
 
 T = TypeVar("T", bound=msgspec.Struct)
 COLUMNS = ("time (UTC)", "machine", "id", "source", "fact", "target")
@@ -28,9 +28,9 @@ COLUMNS = ("time (UTC)", "machine", "id", "source", "fact", "target")
 
 def _widths() -> tuple[int, ...]:
     """Fixed, so that a line never waits for the next one; ids of requests have 32 digits."""
-    states = max(len(str(state.value)) for chart in CHARTS for state in chart.states)
-    facts = max(len(fact) for chart in CHARTS for fact in chart.facts)
-    machines = max(len(chart.name) for chart in CHARTS)
+    states = max(len(str(state.value)) for chart in ROUTER_CHARTS for state in chart.states)
+    facts = max(len(fact) for chart in ROUTER_CHARTS for fact in chart.facts)
+    machines = max(map(len, MACHINES))
     return len("00:00:00.000"), machines, 34, states, facts, states
 
 
@@ -42,7 +42,11 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("url", metavar="URL", help="the router, as http://HOST:PORT")
     parser.add_argument(
-        "--machine", action="append", choices=[chart.name for chart in CHARTS], help="this machine"
+        "--machine",
+        action="append",
+        type=_machine,
+        metavar="MACHINE",
+        help=f"this machine: {', '.join(MACHINES)}",
     )
     parser.add_argument(
         "--worker",
@@ -61,6 +65,14 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the messages as they come")
     parser.set_defaults(command=run_watch)
+
+
+def _machine(name: str) -> str:
+    try:
+        check_machine(name)
+    except BadFilter as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+    return name
 
 
 def run_watch(arguments: argparse.Namespace) -> int:

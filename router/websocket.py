@@ -7,6 +7,7 @@ trio-websocket is used here and nowhere else.
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Callable
 from urllib.parse import urlencode, urlsplit
@@ -154,9 +155,10 @@ async def watch(
     problem: Exception | None = None
     try:
         async with stream, trio.open_nursery() as nursery:
-            socket = await trio_websocket.wrap_client_stream(
-                nursery, stream, host, resource, extra_headers=headers
-            )
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                socket = await trio_websocket.wrap_client_stream(
+                    nursery, stream, host, resource, extra_headers=headers
+                )
             try:
                 opened()
                 while True:
@@ -167,7 +169,11 @@ async def watch(
             except Exception as error:  # the caller's; a group would hide it
                 problem = error
                 nursery.cancel_scope.cancel(reason="the caller has had enough")
-    except* (trio_websocket.HandshakeError, trio_websocket.ConnectionClosed) as ended:
+    except* (
+        trio_websocket.HandshakeError,
+        trio_websocket.ConnectionClosed,
+        trio.TooSlowError,
+    ) as ended:
         problem = _problem_of(url, _first(ended))
     if problem is not None:
         raise problem
@@ -185,6 +191,8 @@ def _problem_of(url: str, error: BaseException) -> Exception | None:
         return WatchRefused(error.status_code, error.body or b"")
     if isinstance(error, trio_websocket.HandshakeError):
         return WatchError(f"{url}: no WebSocket ({type(error).__name__})")
+    if isinstance(error, trio.TooSlowError):
+        return WatchError(f"{url}: no answer within {HANDSHAKE_SECONDS:g} s")
     reason = error.reason if isinstance(error, trio_websocket.ConnectionClosed) else None
     if reason is not None and reason.code == GOING_AWAY:
         return None
@@ -193,23 +201,49 @@ def _problem_of(url: str, error: BaseException) -> Exception | None:
 
 async def _connect(url: str, query: dict[str, list[str]]) -> tuple[Connected, str, str]:
     """The connection, its Host header, and what to ask for there."""
-    parts = urlsplit(url.rstrip("/"))
     try:
+        parts = urlsplit(url.rstrip("/"))
         host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = None, None
+        raise WatchError(f"{url}: not the URL of a router (http://HOST:PORT)") from None
     if parts.scheme not in ("http", "https") or not host:
         raise WatchError(f"{url}: not the URL of a router (http://HOST:PORT)")
+    if parts.query:
+        raise WatchError(
+            f"{url}: filters are options (--machine, --worker, --request), not a query"
+        )
     is_tls = parts.scheme == "https"
     try:
-        sock = await trio.open_tcp_stream(host, port or (443 if is_tls else 80))
-    except OSError as problem:
-        raise WatchError(f"{url}: {problem.__cause__ or problem}") from None
-    stream = _encrypted(sock, host) if is_tls else sock
+        with trio.fail_after(HANDSHAKE_SECONDS):
+            stream = await _dial(host, port or (443 if is_tls else 80), is_tls=is_tls)
+    except trio.TooSlowError:
+        raise WatchError(f"{url}: no connection within {HANDSHAKE_SECONDS:g} s") from None
+    except (OSError, trio.BrokenResourceError) as problem:
+        raise WatchError(f"{url}: {_reason_of(problem)}") from None
     wanted = urlencode(query, doseq=True)
-    return stream, parts.netloc, f"{parts.path}{WATCH_PATH}" + (wanted and f"?{wanted}")
+    path = parts.path.removesuffix(WATCH_PATH)
+    return stream, parts.netloc, f"{path}{WATCH_PATH}" + (wanted and f"?{wanted}")
 
 
-def _encrypted(sock: trio.SocketStream, host: str) -> trio.SSLStream[trio.SocketStream]:
+async def _dial(host: str, port: int, *, is_tls: bool) -> Connected:
+    sock = await trio.open_tcp_stream(host, port)
+    if not is_tls:
+        return sock
     context = ssl.create_default_context()
-    return trio.SSLStream(sock, context, server_hostname=host, https_compatible=True)
+    stream = trio.SSLStream(sock, context, server_hostname=host, https_compatible=True)
+    try:
+        # Here and not at the first byte: the library above waits for ever where this fails.
+        await stream.do_handshake()
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+    return stream
+
+
+def _reason_of(problem: Exception) -> str:
+    inner = _first(problem.__cause__ or problem)
+    if isinstance(inner, ssl.SSLError):
+        return f"TLS failed: {str(inner.reason).replace('_', ' ').lower()}"
+    if isinstance(inner, OSError) and inner.errno is not None and inner.errno > 0:
+        return os.strerror(inner.errno)
+    return str(getattr(inner, "strerror", None) or inner)

@@ -13,12 +13,14 @@ from statemachines.router import ROUTER
 from statemachines.worker import WORKER
 
 __all__ = [
+    "AGENT_CHARTS",
     "BREAKER",
     "CHARTS",
     "HANDBACK",
     "LEG",
     "REQUEST",
     "ROUTER",
+    "ROUTER_CHARTS",
     "WORKER",
     "Chart",
     "Edge",
@@ -27,5 +29,8 @@ __all__ = [
     "Subject",
 ]
 
+#: What moves in a router, and what moves in the agents beside engines and nowhere else.
+ROUTER_CHARTS: tuple[Chart, ...] = (REQUEST, LEG, WORKER, BREAKER, ROUTER)
+AGENT_CHARTS: tuple[Chart, ...] = (HANDBACK,)
 #: Every chart, in the order in which they are drawn and listed.
-CHARTS: tuple[Chart, ...] = (REQUEST, LEG, WORKER, BREAKER, ROUTER, HANDBACK)
+CHARTS: tuple[Chart, ...] = (*ROUTER_CHARTS, *AGENT_CHARTS)

@@ -45,6 +45,11 @@ class Edge:
     leaves: frozenset[str] = frozenset()
     enters: frozenset[str] = frozenset()
 
+    @property
+    def label(self) -> str:
+        """What stands at its arrow."""
+        return f"{self.fact} [{self.guard}]" if self.guard else self.fact
+
 
 @frozen
 class Everywhere:
@@ -99,7 +104,11 @@ class IllegalTransition(Exception):
 
 
 class MalformedChart(Exception):
-    """The table breaks rules of the kit; the message lists every breach."""
+    """The table breaks rules of the kit; `breaches` are sentences that name the chart."""
+
+    def __init__(self, machine: str, complaints: Iterable[str]) -> None:
+        self.breaches = tuple(f"{machine}: {each}" for each in complaints)
+        super().__init__("; ".join(self.breaches))
 
 
 def _frozen(states: Iterable[Enum]) -> frozenset[Enum]:
@@ -159,7 +168,7 @@ class Chart:
         fill(self, "open", tuple(state for state in self.states if state not in self.final))
         fill(self, "edges", tuple(self._expanded()))
         if complaints := list(_complaints(self)):
-            raise MalformedChart("; ".join(f"{self.name}: {each}" for each in complaints))
+            raise MalformedChart(self.name, complaints)
         fill(self, "machine", _interpreter(self))
         fill(self, "_taken", {(e.source, e.fact, e.target): e for e in self.edges})
         fill(self, "_table", _compile(self))

@@ -10,11 +10,12 @@ taken, or how often each row was.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from html import escape
 
 from attrs import frozen
 
 from statemachines.chart import Chart, Edge
-from statemachines.paint import Paint
+from statemachines.paint import Line, Paint
 
 __all__ = ["arrows", "dot", "mermaid"]
 
@@ -25,6 +26,8 @@ FINAL = ("#eceff1", "#37474f")
 TINTS = ("#ffffff", "#f6fafe", "#fffaf0")
 #: What was taken, what was not, and where a fact was refused.
 TAKEN, PALE, REFUSED = "#1565c0", "#cfd8dc", "#c62828"
+#: The words beside what was not taken.
+FADED = "#b0bec5"
 PLAIN = Paint()
 
 
@@ -103,7 +106,7 @@ def dot(chart: Chart, paint: Paint = PLAIN) -> str:
 
 def _dot_body(chart: Chart, paint: Paint) -> Iterator[str]:
     drawn = arrows(chart, paint.steps)
-    legend = "".join(f"{line}\\l" for line in [*_dot_title(paint), *_legend(chart, drawn)])
+    legend = "".join(f"{line}\\l" for line in [*_dot_title(paint), *_legend(chart, drawn, paint)])
     yield "rankdir=TB; compound=true; newrank=true; nodesep=0.45; ranksep=0.5;"
     yield 'fontname="Helvetica"; fontsize=11; fontcolor="#5b6770";'
     yield f'label="{legend}"; labelloc=b; labeljust=l;'
@@ -155,8 +158,7 @@ def _dot_state(chart: Chart, state: Enum, paint: Paint) -> str:
 
 
 def _dot_arrow(chart: Chart, arrow: Arrow, paint: Paint) -> str:
-    lines = paint.lines(arrow.labels)
-    attributes = ['label="' + "".join(f" {line}\\l" for line in lines) + '"']
+    attributes = [f"label={_dot_label(paint.lines(arrow.labels))}"]
     order = list(chart.states)
     ends = [arrow.source.value, arrow.target.value]
     if arrow.box is not None:
@@ -173,13 +175,25 @@ def _dot_arrow(chart: Chart, arrow: Arrow, paint: Paint) -> str:
     return f"{' -> '.join(ends)} [{', '.join(attributes)}];"
 
 
+def _dot_label(lines: Sequence[Line]) -> str:
+    """A text, or where its lines differ in colour, Graphviz's own kind of HTML."""
+    if not any(line.is_pale for line in lines):
+        return '"' + "".join(f" {line.text}\\l" for line in lines) + '"'
+    marked = ""
+    for line in lines:
+        text = f" {escape(line.text)} "
+        marked += f'<font color="{FADED}">{text}</font>' if line.is_pale else text
+        marked += '<br align="left"/>'
+    return f"<{marked}>"
+
+
 def _dot_stroke(arrow: Arrow, paint: Paint) -> list[str]:
     bold = ["penwidth=2.5"] if arrow.box is not None else []
     if paint.times(arrow.edges):
         return [f"penwidth={paint.width(arrow.edges)}", f'color="{TAKEN}", fontcolor="{TAKEN}"']
     dashes = ["style=dashed"] if arrow.is_fallback else []
     if not paint.is_blank:
-        return [*bold, *dashes, f'color="{PALE}", fontcolor="#b0bec5"']
+        return [*bold, *dashes, f'color="{PALE}", fontcolor="{FADED}"']
     return [*bold, *(f'{style}, color="#90a4ae"' for style in dashes)]
 
 
@@ -204,7 +218,7 @@ def _mermaid_body(chart: Chart, paint: Paint) -> Iterator[str]:
     for arrow in drawn:
         source = f"any_{arrow.box}" if arrow.box else str(arrow.source.value)
         suffix = " [else]" if arrow.is_fallback else ""
-        label = "<br/>".join(f"{line}{suffix}" for line in paint.lines(arrow.labels))
+        label = "<br/>".join(f"{line.text}{suffix}" for line in paint.lines(arrow.labels))
         yield f"{source} --> {arrow.target.value}: {label}"
     for state in chart.states:
         if state in chart.final:
@@ -236,8 +250,10 @@ def _state_lines(state: Enum, paint: Paint) -> list[str]:
     return [str(state.value).replace("_", " "), *([note] if note else [])]
 
 
-def _legend(chart: Chart, drawn: Sequence[Arrow]) -> list[str]:
+def _legend(chart: Chart, drawn: Sequence[Arrow], paint: Paint) -> list[str]:
     lines = [f"{group}: {', '.join(members)}" for group, members in chart.groups.items()]
+    if paint.counts:
+        lines.append("blue ×N: taken so often; pale: never")
     if chart.scopes:
         lines.append("box: a scope, the states within which something lives")
     if any(arrow.is_fallback for arrow in drawn):
@@ -269,9 +285,7 @@ def _labels(chart: Chart, edges: Sequence[Edge]) -> dict[str, list[Edge]]:
 def _by_word(edges: Sequence[Edge]) -> dict[str, list[Edge]]:
     words: dict[str, list[Edge]] = {}
     for edge in edges:
-        words.setdefault(f"{edge.fact} [{edge.guard}]" if edge.guard else edge.fact, []).append(
-            edge
-        )
+        words.setdefault(edge.label, []).append(edge)
     return words
 
 

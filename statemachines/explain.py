@@ -25,11 +25,15 @@ W = TypeVar("W", bound=Hashable)
 
 
 class Ambiguous(Exception):
-    """Not one promise is meant; `promises` are those that could be, by model."""
+    """Not one promise is meant; `promises` are those that could be, by model.
 
-    def __init__(self, promises: Mapping[str, list[str]]) -> None:
+    `fits`: they have the words; else none has, and these are all.
+    """
+
+    def __init__(self, promises: Mapping[str, list[str]], *, fits: bool) -> None:
         super().__init__()
         self.promises = promises
+        self.fits = fits
 
 
 def explain_all(models: list[Model[Any]], words: str) -> str:
@@ -43,7 +47,8 @@ def explain_all(models: list[Model[Any]], words: str) -> str:
         sentences = {promise for promise in sentences if _is_same(promise, words)}
     if len(sentences) != 1:
         chosen = found if sentences else {model.name: model.promises for model in models}
-        raise Ambiguous({name: promises for name, promises in chosen.items() if promises})
+        listed = {name: promises for name, promises in chosen.items() if promises}
+        raise Ambiguous(listed, fits=bool(sentences))
     (sentence,) = sentences
     return "\n\n".join(explain(model, sentence) for model in models if sentence in model.promises)
 

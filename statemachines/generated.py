@@ -20,7 +20,7 @@ from statemachines.leg import OUTCOMES, VERDICTS
 from statemachines.paint import path_paint
 from statemachines.replay import Life
 
-__all__ = ["UnknownBlock", "blocks", "stale", "svg", "write"]
+__all__ = ["NotDrawn", "UnknownBlock", "blocks", "stale", "svg", "write"]
 
 _BLOCK = re.compile(
     r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<close><!-- /generated -->)", re.DOTALL
@@ -50,6 +50,10 @@ _EXAMPLE = (
 
 class UnknownBlock(Exception):
     """A document asks for a generated block that nobody makes."""
+
+
+class NotDrawn(Exception):
+    """Graphviz has failed; the message is what it said, in one line."""
 
 
 def write(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
@@ -102,18 +106,27 @@ def blocks(diagrams: str = "diagrams") -> dict[str, str]:
 
 
 def svg(source: str) -> str | None:
-    """The picture of a DOT text, marked with its hash; None without Graphviz's `dot`."""
+    """The picture of a DOT text, marked with its hash; None without Graphviz's `dot`.
+
+    Raises NotDrawn.
+    """
     program = shutil.which("dot")
     if program is None:
         return None
-    rendered = subprocess.run(
-        [program, "-Tsvg"],
-        input=source,
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        timeout=_RENDER_SECONDS_MAX,
-    ).stdout
+    try:
+        rendered = subprocess.run(
+            [program, "-Tsvg"],
+            input=source,
+            capture_output=True,
+            check=True,
+            encoding="utf-8",
+            timeout=_RENDER_SECONDS_MAX,
+        ).stdout
+    except subprocess.CalledProcessError as problem:
+        said = " ".join(problem.stderr.split()) or "without a word"
+        raise NotDrawn(f"{program} has failed ({problem.returncode}): {said}") from None
+    except subprocess.TimeoutExpired:
+        raise NotDrawn(f"{program} has not ended within {_RENDER_SECONDS_MAX} s") from None
     return f"{rendered.rstrip()}\n{_mark(source)}\n"
 
 

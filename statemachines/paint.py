@@ -12,7 +12,16 @@ from attrs import field, frozen
 
 from statemachines.chart import Edge
 
-__all__ = ["Paint", "counts_paint", "path_paint"]
+__all__ = ["Line", "Paint", "counts_paint", "path_paint"]
+
+
+@frozen
+class Line:
+    """One line of an arrow's label."""
+
+    text: str
+    #: It shares its arrow with something that was taken, and was not taken itself.
+    is_pale: bool = False
 
 
 @frozen
@@ -44,21 +53,31 @@ class Paint:
         """The width of an arrow that stands for these rows, which were taken."""
         return 2.5 if self.steps else round(1.5 + log10(self.times(edges)), 1)
 
-    def lines(self, labels: Mapping[str, Sequence[Edge]]) -> list[str]:
-        """The lines of an arrow's label."""
+    def lines(self, labels: Mapping[str, Sequence[Edge]]) -> list[Line]:
+        """The lines of an arrow's label; of one that was taken, each says how often it was."""
         if not self.times(edge for edges in labels.values() for edge in edges):
-            return list(labels)
+            return [Line(label) for label in labels]
         if self.steps:
             return [
-                f"{step} {label}"
+                Line(f"{step} {label}")
                 for label, edges in labels.items()
                 for edge in edges
                 for step in self.steps.get(edge, ())
             ]
         return [
-            f"{label} ×{count:,}" if (count := self.times(edges)) else label
+            Line(f"{word} ×{count:,}", is_pale=not count)
             for label, edges in labels.items()
+            for word, count in self._counted(label, edges).items()
         ]
+
+    def _counted(self, label: str, edges: Sequence[Edge]) -> dict[str, int]:
+        """How often each fact was taken; a group of which none was stays one line."""
+        if not self.times(edges):
+            return {label: 0}
+        counts: dict[str, int] = {}
+        for edge in edges:
+            counts[edge.label] = counts.get(edge.label, 0) + self.times([edge])
+        return counts
 
 
 def path_paint(

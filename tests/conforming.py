@@ -122,6 +122,9 @@ class BatonInMemory:
     async def wait_exited(self) -> None:
         await self.exited.wait()
 
+    def last_words(self) -> str:
+        return "without a word"
+
     async def run(self) -> None:
         await self.app.run()
         self.exited.set()
@@ -157,11 +160,12 @@ class ServerInMemory:
     server: Server
     nursery: trio.Nursery
     ready_path: str | None = "/ready"
-    _scope: trio.CancelScope = field(factory=trio.CancelScope)
+    _told: trio.Event = field(factory=trio.Event)
+    _scopes: list[trio.CancelScope] = field(factory=list)
 
     async def connect(self) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
-        if self._scope.cancel_called:
+        if self._told.is_set():
             raise ConnectionRefusedError
         near, far = trio.testing.memory_stream_pair()
         self.nursery.start_soon(self._serve, far)
@@ -174,12 +178,13 @@ class ServerInMemory:
             async with stream:
                 await self.server.serve(stream)
 
-    _scopes: list[trio.CancelScope] = field(factory=list)
-
     def terminate(self) -> None:
-        self._scope.cancel("it has got SIGTERM")
+        self._told.set()
         for scope in self._scopes:
             scope.cancel("it has got SIGTERM")
 
     async def wait_exited(self) -> None:
-        await trio.lowlevel.checkpoint()
+        await self._told.wait()
+
+    def last_words(self) -> str:
+        return "with exit status 7, saying: no room | goodbye"

@@ -19,6 +19,7 @@ from router.conform.stage import Order, Place, Seat
 
 READ_BYTES = 65536
 PLAIN = "text/plain"
+UNWELL = b'{"error":{"message":"It is not well.","type":"server_error","code":"unwell"}}'
 
 
 @define(eq=False)
@@ -117,7 +118,11 @@ class Naive:
         except OSError:
             await _answer(stream, 500, b"Internal Server Error", PLAIN)
             return None
-        await leg.send(asked)
+        try:
+            await leg.send(asked)
+        except trio.Cancelled:
+            await trio.aclose_forcefully(leg.stream)
+            raise
         if not leg.status:
             await _answer(stream, 500, b"Internal Server Error", PLAIN)
             return None
@@ -339,6 +344,38 @@ class Lumping(Naive):
     async def pass_on(self, stream: trio.abc.HalfCloseableStream, leg: Leg) -> None:
         data = b"".join([piece async for piece in leg.pieces()])
         await _answer(stream, leg.status, data, leg.headers.get("content-type", PLAIN))
+
+
+class Hoarding(Watching):
+    """Takes care of much, and passes nothing on before it has read all of it.
+
+    What it cannot read to its end it tries once more, elsewhere.
+    """
+
+    async def relay(self, stream: trio.abc.HalfCloseableStream, seat: Seat, asked: Asked) -> None:
+        for turn in range(2):
+            leg = await self.reach(stream, self.choose() if turn else seat, asked)
+            if leg is None:
+                return
+            async with leg.stream:
+                data = b"".join([piece async for piece in leg.pieces()])
+            if not leg.was_cut:
+                kind = leg.headers.get("content-type", PLAIN)
+                await _answer(stream, leg.status, data, kind)
+                return
+        await _answer(stream, 502, UNWELL)
+
+
+class Idle(Naive):
+    """Serves while it is looked at, and then refuses everything, well-mannered."""
+
+    status: int = 500
+
+    async def work(self, stream: trio.abc.HalfCloseableStream, asked: Asked) -> None:
+        if b"warm up" in asked.body:
+            await super().work(stream, asked)
+        else:
+            await _answer(stream, self.status, UNWELL)
 
 
 class Small(Naive):

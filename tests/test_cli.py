@@ -1,7 +1,9 @@
 """The command line: complete help, one-line mistakes, and the worker commands over real HTTP."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,6 +20,7 @@ from router.sim.fault_kinds import KINDS
 from router.sim.settings import SimSettings
 from tests.routers import Router, standing_in
 
+ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {name for name, _, _ in cli.COMMANDS}
 
 
@@ -91,7 +94,9 @@ def test_help_of_serve_names_every_flag_and_its_default(
         (["srve"], "baton: argument COMMAND: invalid choice: 'srve'"),
         (["serve", "--wroker-urls", "http://h"], "baton serve: there is no --wroker-urls"),
         (["serve", "--worker-url", "http://h"], "baton serve: there is no --worker-url"),
-        (["serve", "http://h"], "baton serve: there is no http://h"),
+        (["serve", "http://h"], "baton serve: http://h is one argument too many (see"),
+        (["serve", "http://h", "--prot", "1"], "baton serve: there is no --prot (see"),
+        (["replay", "one", "two"], "baton replay: two is one argument too many (see"),
         (["serve", "--port"], "baton serve: argument --port: expected one argument"),
         (["serve", "--port", "x"], "baton serve: --port: must be a whole number, not 'x'"),
         (["serve", "--config", "/nowhere"], "baton serve: --config /nowhere: No such file"),
@@ -366,7 +371,52 @@ def test_diagrams_fill_the_blocks_of_a_document(
 # --- check -----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def with_a_bad_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the packages in which somebody has begun to add a state to the worker machine."""
+    root = tmp_path_factory.mktemp("copy")
+    for name in ("router", "statemachines"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = root / "statemachines" / "worker.py"
+    text = path.read_text().replace('GONE = "gone"', 'GONE = "gone"\n    SHY = "shy"')
+    path.write_text(text.replace('S.GONE: "removed"', 'S.GONE: ""'))
+    return root
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check"],
+        ["check", "--explain", "it trips"],
+        ["diagrams", "--check"],
+        ["diagrams", "--live", "http://127.0.0.1:1"],
+        ["replay", "file"],
+        ["watch", "http://127.0.0.1:1"],
+        ["serve", "--port", "0"],
+        ["agent", "--engine-url", "http://127.0.0.1:1", "--nats", "nats://127.0.0.1:1"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_chart_is_told_of_in_sentences(words: list[str], with_a_bad_chart: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "router", *words],
+        cwd=with_a_bad_chart,
+        env=os.environ | {"PYTHONPATH": str(with_a_bad_chart)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines() == [
+        f"baton {words[0]}: worker: state gone without a text",
+        f"baton {words[0]}: worker: state shy without a text",
+    ]
+
+
 @pytest.mark.slow
 def test_check_prints_every_promise_and_the_number_of_states(
     capsys: pytest.CaptureFixture[str],

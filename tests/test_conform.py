@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,15 @@ def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "STREAMS", 40)
 
 
+def tried(name: str, kind: type[Naive]) -> Verdict:
+    case = next(each for each in CASES if each.name == name)
+
+    def start(place: Memory, order: Order) -> Router:
+        return ServerInMemory(naive.start(kind, place, order), place.nursery)
+
+    return try_in_memory(case, start, "sglang", {})
+
+
 def ids(case: Case) -> str:
     return case.name
 
@@ -94,15 +105,91 @@ def test_baton_passes_every_case(case: Case, engine: EngineKind) -> None:
 
 @pytest.mark.parametrize("name, kind, reason", [(name, *how) for name, how in ALL_CAUGHT])
 def test_every_case_catches_somebody(name: str, kind: type[Naive], reason: str) -> None:
-    case = next(each for each in CASES if each.name == name)
-
-    def start(place: Memory, order: Order) -> Router:
-        return ServerInMemory(naive.start(kind, place, order), place.nursery)
-
-    verdict = try_in_memory(case, start, "sglang", {})
+    verdict = tried(name, kind)
 
     assert verdict.outcome == "fail"
     assert reason in verdict.reason
+
+
+#: What a router that holds every answer back until it is complete passes, and why that is right.
+PASSED_BY_HOARDING = {
+    "leaves-whole-answer": "any router holds this one back; its engine is freed at once",
+    "leaves-before-first-token": "there is nothing yet to hold back; its engine is freed at once",
+    "stale-connection": "every request has a connection of its own",
+    "long-stream": "it has no limit in time, and the client gets all of the answer",
+    "cut-is-told": "it notices a cut, and its client gets a 502",
+    "cut-is-explained": "of which the body is an error object",
+    "nothing-twice": "what was cut is asked for again before anything was passed on",
+    "bad-requests-are-no-failures": "it has no breaker",
+    "a-full-engine-is-no-failure": "it has no breaker",
+    "split-characters": "what is not looked at is not broken",
+    "large-body": "it has no limit for bodies",
+    "many-streams": "they are complete, and complete is all that is asked",
+}
+
+
+def passed_by(start_server: Callable[[Memory, Order], Naive], engine: EngineKind) -> set[str]:
+    """The cases that such a router passes."""
+
+    def start(place: Memory, order: Order) -> Router:
+        return ServerInMemory(start_server(place, order), place.nursery)
+
+    return {case.name for case in CASES if try_in_memory(case, start, engine, {}).outcome == "pass"}
+
+
+@pytest.mark.slow
+def test_who_holds_answers_back_passes_only_where_that_does_not_matter() -> None:
+    passed = passed_by(partial(naive.start, naive.Hoarding), "sglang")
+
+    assert passed == set(PASSED_BY_HOARDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [404, 413, 500, 503])
+def test_who_does_nothing_passes_no_case(status: int) -> None:
+    def start(place: Memory, order: Order) -> Naive:
+        server = naive.start(naive.Idle, place, order)
+        assert isinstance(server, naive.Idle)
+        server.status = status
+        return server
+
+    assert passed_by(start, "sglang") == set()
+
+
+HELD_BACK = "its engine had finished before the client could leave"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("leaves-streams", HELD_BACK),
+        ("load-is-given-back", HELD_BACK),
+        ("engine-is-stopped", "the engine had nothing to write any more"),
+        ("shutdown-waits", "10 of 10 streams had ended at their engines before"),
+        ("cap-is-given-back", "the client could not leave in the middle"),
+    ],
+)
+def test_a_case_that_cannot_tell_says_so(name: str, reason: str) -> None:
+    verdict = tried(name, naive.Hoarding)
+
+    assert verdict.outcome == "fail"
+    assert reason in verdict.reason
+
+
+def test_a_router_that_ends_before_it_serves_is_told_of_at_once() -> None:
+    def start(place: Memory, order: Order) -> Router:
+        router = ServerInMemory(naive.start(Naive, place, order), place.nursery)
+        router.terminate()
+        return router
+
+    verdict = try_in_memory(CASES[0], start, "vllm", {})
+
+    assert verdict.outcome == "fail"
+    assert verdict.reason == (
+        "it has ended before it served: with exit status 7, saying: no room | goodbye"
+    )
+    assert verdict.seconds < 1
 
 
 def test_no_case_is_without_somebody_it_catches() -> None:

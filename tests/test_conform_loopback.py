@@ -45,6 +45,65 @@ def test_any_router_can_be_tried_and_a_failure_is_the_exit_code(
     assert "relay: 0 passed, 1 failed, 3 not applicable" in table
 
 
+DYING = """\
+import sys
+print("looking for a GPU", flush=True)
+sys.exit("no such device: /dev/gpu9")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, said",
+    [
+        (DYING, "with exit status 1, saying: looking for a GPU | no such device: /dev/gpu9"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9, without a word"),
+    ],
+)
+def test_a_router_that_dies_at_once_is_told_of_with_its_last_words(
+    script: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dying.py").write_text(script)
+    launch = f"--launch=dying={{python}} {tmp_path}/dying.py {{port}} {{workers}}"
+
+    code = main(["conform", launch, "--only", "cut-is-told", "--json"])
+
+    verdict = json.loads(capsys.readouterr().out)["dying"]["cases"]["cut-is-told"]
+    assert code == 1
+    assert verdict["reason"] == f"it has ended before it served: {said}"
+    assert verdict["seconds"] < 20
+
+
+@pytest.mark.slow
+def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "router"
+    script.write_text("not a program\n")
+    script.chmod(0o755)
+
+    code = main(
+        [
+            "conform",
+            f"--launch=mine={script} {{port}} {{workers}}",
+            "--only",
+            "cut-is-told",
+            "--json",
+        ]
+    )
+
+    verdict = json.loads(capsys.readouterr().out)["mine"]["cases"]["cut-is-told"]
+    assert code == 1
+    assert verdict["reason"] == f"{script} cannot be started: Exec format error"
+
+
+def test_a_fleet_that_was_not_described_is_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = "--launch=mine={python} nowhere {port} {fleet}"
+
+    assert main(["conform", launch, "--only", "cut-is-told"]) == 0
+    assert "n/a: nothing to put for {fleet} (--set 'mine.mixed=... {workers}')" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -52,7 +111,24 @@ def test_any_router_can_be_tried_and_a_failure_is_the_exit_code(
         (["--only", "C99"], "there is no case C99"),
         (["--only", "C17"], "it is left out"),
         (["--launch", "mine=./mine"], "has no {port}"),
-        (["--launch", "mine=./not-there {port}"], "there is no ./not-there"),
+        (["--launch", "mine=./not-there {port} {workers}"], "there is no ./not-there"),
+        (["--launch", "mine"], "must be NAME=COMMAND"),
+        (["--launch", "={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "a/b={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "a.b={port} {workers}"], "must be NAME=COMMAND"),
+        (["--launch", "mine=./mine {port}"], "no {workers}, so it would know of no engine"),
+        (
+            ["--launch", "mine=./mine {port} --to={workers}"],
+            "must be a word of its own, not in --to=",
+        ),
+        (["--set", "baton.mixed=--to={workers}"], "must be a word of its own, not in --to="),
+        (["baton", "--launch", "baton=./mine {port} {workers}"], "two routers are called baton"),
+        (["--set", "mine"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton.cap"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton=4"], "must be NAME.KEY=VALUE"),
+        (["--set", "baton.ready=readyz"], "a path, which begins with /"),
+        (["--json", "--markdown"], "not allowed with argument --json"),
+        (["--logs", "/proc/nowhere"], "--logs /proc/nowhere: No such file or directory"),
         (["--set", "mine.cap=4"], "not among the routers"),
         (["--set", "baton.colour=red"], "no such word"),
         (["--set", "baton.engine=red"], "one of vllm"),
@@ -62,7 +138,11 @@ def test_any_router_can_be_tried_and_a_failure_is_the_exit_code(
 def test_a_mistake_is_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["conform", *words])
+    code: int | str | None
+    try:
+        code = main(["conform", *words])
+    except SystemExit as ended:
+        code = ended.code
 
     error = capsys.readouterr().err
     assert code == 2

@@ -179,16 +179,44 @@ def test_the_command_prints_the_example(capsys: pytest.CaptureFixture[str]) -> N
     assert said[-1].split() == ["4", "plain", "failed", "open", "2"]
 
 
-@pytest.mark.parametrize(("words", "listed"), [("no such promise", 236), ("a request finishes", 3)])
+@pytest.mark.parametrize(
+    ("words", "sentence", "listed"),
+    [
+        (["no such promise"], "no promise has the words 'no such promise'; there are", 236),
+        (
+            ["a request finishes"],
+            "several promises have the words 'a request finishes'; write out one of",
+            3,
+        ),
+        (["no such", "the router"], "no promise has the words 'no such'; there are", None),
+    ],
+)
 def test_a_name_that_is_no_promise_lists_those_that_exist(
-    words: str, listed: int, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, listed: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["check", "--explain", words]) == 2
+    assert cli.main(["check", "--explain", *words]) == 2
 
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"baton check: not one promise is called {words!r}; there are\n")
+    assert said.err.startswith(f"baton check: {sentence}\n")
+    if listed is None:
+        listed = len(worlds.router().promises)
     assert len([line for line in said.err.splitlines() if line.startswith("  ")]) == listed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["the rooter", "--explain", "it trips"], "no model is called 'the rooter'; there are one"),
+        (["the router", "--explain", "it trips"], "no promise has the words 'it trips'"),
+        (["--deep", "--explain", "it trips"], "so --deep adds nothing"),
+    ],
+)
+def test_nothing_that_was_typed_is_passed_over(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from attrs import frozen
 from router import cli
 from router.live import live_paint, read_metrics
 from router.metrics import Metrics
-from statemachines import BREAKER, CHARTS, REQUEST, WORKER, Chart
+from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart
 from statemachines.breaker import BreakerState
 from statemachines.draw import dot
 from statemachines.request import RequestState
 from statemachines.worker import WorkerState
 from tests.routers import Router, standing_in
+from tests.test_replay import as_lines, record
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def page_of(chart: Chart) -> tuple[str, dict[str, int]]:
     return metrics.render().decode(), expected
 
 
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+@pytest.mark.parametrize("chart", ROUTER_CHARTS, ids=lambda chart: chart.name)
 def test_every_row_is_painted_with_its_own_count(chart: Chart) -> None:
     page, expected = page_of(chart)
 
@@ -103,7 +104,8 @@ def test_live_pictures_go_into_their_own_folder(
 
     said = capsys.readouterr().out
     assert code == 0
-    assert {f"{chart.name}.dot" for chart in CHARTS} <= {each.name for each in folder.iterdir()}
+    drawn = {each.name for each in folder.iterdir() if each.suffix == ".dot"}
+    assert drawn == {f"{chart.name}.dot" for chart in ROUTER_CHARTS}
     assert "admitted ×1" in (folder / "request.mmd").read_text()
     assert ["request", f"{sum(range(1, len(REQUEST.edges) + 1)):,}"] in [
         line.split()[:2] for line in said.splitlines()
@@ -126,6 +128,79 @@ def test_they_never_replace_the_plain_ones(
         assert "is for the plain" in (said := capsys.readouterr().err) or "holds the plain" in said
 
     assert committed.read_text() == dot(REQUEST)
+
+
+def test_the_address_of_the_metrics_is_understood_too(router: Router, tmp_path: Path) -> None:
+    router.answer = page_of(REQUEST)[0].encode()
+
+    assert cli.main(["diagrams", "--live", f"{router.url}/metrics", "--output", str(tmp_path)]) == 0
+    assert router.asked == [("GET", "/metrics", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--check", "--live", "http://h"], "it is not for --live"),
+        (["--root", "nowhere"], "--root nowhere: no such directory"),
+        (["--check", "--root", "nowhere"], "--root nowhere: no such directory"),
+        (["--live", ""], "nothing: not the URL of a router (http://HOST:PORT)"),
+        (["--live", "h:1"], "h:1: not the URL of a router (http://HOST:PORT)"),
+        (["--live", "http://127.0.0.1:1"], "http://127.0.0.1:1: [Errno 111] Connection refused"),
+        (["--live", "http://h", "--output", "file"], "file is no directory; choose another"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+
+    assert cli.main(["diagrams", *words]) != 0
+
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_graphviz_complains_of_is_one_line(
+    router: Router,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\ncat > /dev/null\necho 'Error: no expat,\nsorry' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    router.answer = page_of(REQUEST)[0].encode()
+    edge = REQUEST.edges[0]
+    log = tmp_path / "log"
+    log.write_bytes(as_lines([record(edge)]))
+
+    for words in (
+        ["diagrams", "--live", router.url, "--output", str(tmp_path / "live")],
+        ["diagrams", "--root", str(tmp_path)],
+        ["replay", str(log), "--draw", str(tmp_path / "x.svg")],
+    ):
+        assert cli.main(words) != 0
+        said = f"baton {words[0]}: {program} has failed (3): Error: no expat, sorry\n"
+        assert capsys.readouterr().err == said
+
+
+def test_a_document_that_asks_for_no_such_block_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("<!-- generated: moon -->\n<!-- /generated -->\n")
+
+    assert cli.main(["diagrams", "--check", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "baton diagrams: README.md: no generated block is called moon\n"
+    )
 
 
 def test_a_page_of_somebody_else_is_refused(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ import trio.testing
 import trio_websocket
 from attrs import frozen
 
+from router import cli
 from router.app import App
 from router.booking import Booking, Listener
 from router.config import Settings
@@ -28,8 +31,8 @@ from router.tcp import TcpNetwork
 from router.watching import Screen
 from router.websocket import GOING_AWAY, STOPPED, WatchError, WatchRefused, watch
 from router.workerspec import WorkerSpec
+from statemachines import AGENT_CHARTS, ROUTER_CHARTS, Edge
 from statemachines import REQUEST as CHART
-from statemachines import Edge
 from statemachines.replay import replay
 from tests.memory import MemoryNetwork
 
@@ -280,8 +283,9 @@ def test_a_watcher_sees_what_its_filters_name(query: str, seen: set[str]) -> Non
     [
         (
             b"machine=lamp",
-            b"There is no machine lamp, but breaker, handback, leg, request, router, worker.",
+            b"There is no machine lamp, but request, leg, worker, breaker, router.",
         ),
+        (b"machine=leg&machine=handback", b"The handback machine lives in baton agent"),
         (b"machines=leg", b"Filters are machine, worker and request, not machines."),
     ],
 )
@@ -303,6 +307,31 @@ async def test_a_filter_for_what_there_is_not_is_refused(
         world.cancel_scope.cancel()
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"x-router-error-code: bad_request" in answer
+
+
+def test_the_document_names_the_machines_that_can_be_watched() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `--machine M` |")]
+
+    assert re.findall("`([a-z]+)`", row) == [chart.name for chart in ROUTER_CHARTS]
+    for chart in AGENT_CHARTS:
+        assert f"The {chart.name} machine is none of these: it lives in `baton agent`" in text
+
+
+def test_every_machine_of_a_router_can_be_watched_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for chart in ROUTER_CHARTS:
+        assert Filter.of_query(f"machine={chart.name}").machines == {chart.name}
+        assert cli.main(["watch", "nowhere", "--machine", chart.name]) == 1
+        assert "not the URL of a router" in capsys.readouterr().err
+    for name in (*(chart.name for chart in AGENT_CHARTS), "lamp"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["watch", "nowhere", "--machine", name])
+        said = capsys.readouterr().err
+        assert (ended.value.code, said.count("\n")) == (2, 1)
+        assert name in said
+        assert ("lives in baton agent" if name != "lamp" else "request, leg, worker") in said
 
 
 @asynccontextmanager
@@ -566,8 +595,10 @@ async def test_a_connection_that_is_cut_is_no_end() -> None:
         ("127.0.0.1:8000", "not the URL of a router"),
         ("http://", "not the URL of a router"),
         ("ftp://h", "not the URL of a router"),
-        ("http://127.0.0.1:1", "failed"),
+        ("http://[", "not the URL of a router"),
+        ("http://127.0.0.1:1", r"127.0.0.1:1: Connection refused$"),
         ("http://h:port", "not the URL of a router"),
+        ("http://h:1?machine=leg", "filters are options"),
     ],
 )
 async def test_what_cannot_be_watched_is_one_line(url: str, reason: str) -> None:
@@ -575,6 +606,81 @@ async def test_what_cannot_be_watched_is_one_line(url: str, reason: str) -> None
         await watch(url, query={}, admin_key=None, opened=lambda: None, show=print)
 
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "reason"),
+    [
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", "TLS failed: wrong version number$"),
+        ("https", b"", "127.0.0.1:"),
+        ("http", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", "refused with 200"),
+        ("http", b"220 mail.example ESMTP\r\n", "no WebSocket|was lost|no answer"),
+        ("http", b"", "no WebSocket|was lost|no answer"),
+    ],
+)
+async def test_whatever_listens_there_a_watcher_is_told(
+    scheme: str, answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.websocket.HANDSHAKE_SECONDS", 0.2)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(answer)
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(5), pytest.raises((WatchError, WatchRefused), match=reason) as error:
+            await watch(
+                f"{scheme}://127.0.0.1:{port}",
+                query={},
+                admin_key=None,
+                opened=lambda: None,
+                show=print,
+            )
+        nursery.cancel_scope.cancel()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("scheme", "reason"), [("http", "no answer"), ("https", "no connection")])
+async def test_who_never_answers_is_given_up(
+    scheme: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.websocket.HANDSHAKE_SECONDS", 0.2)
+
+    async def say_nothing(_: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, say_nothing, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(5), pytest.raises(WatchError, match=f"{reason} within 0.2 s"):
+            await watch(
+                f"{scheme}://127.0.0.1:{port}",
+                query={},
+                admin_key=None,
+                opened=lambda: None,
+                show=print,
+            )
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_whole_address_of_the_feed_is_understood_too() -> None:
+    network = TcpNetwork()
+    async with serving(network) as app:
+        host, port = app.address
+        with trio.fail_after(5):
+            await watch(
+                f"http://{host}:{port}/debug/transitions",
+                query={"machine": ["router"]},
+                admin_key=None,
+                opened=app.ask_to_stop,
+                show=lambda _: None,
+            )
+    network.close()
 
 
 def test_a_screen_has_fixed_columns_and_says_what_is_missing(

@@ -78,8 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only these cases, by name or complaint",
     )
     add("--list", action="store_true", help="list the cases and end")
-    add("--json", action="store_true", help="print the verdicts as JSON")
-    add("--markdown", action="store_true", help="print the matrix, reasons and flags as Markdown")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--json", action="store_true", help="print the verdicts as JSON")
+    form("--markdown", action="store_true", help="print the matrix, reasons and flags as Markdown")
     add("--jobs", type=int, default=4, metavar="N", help="cases tried at a time (default 4)")
     add("--logs", metavar="DIR", help="keep what the routers print")
 
@@ -100,8 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = [installed(one, folder) for one in _candidates(arguments)]
     _raise_descriptor_limit()
     with TemporaryDirectory(prefix="baton-conform-") as temporary:
-        logs = Path(arguments.logs or temporary)
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = _made(Path(arguments.logs or temporary))
         run = Run(candidates, cases, folder, logs)
         trio.run(run.all, arguments.jobs)
     if run.stopped_by:
@@ -113,6 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(matrix.as_table(cases, run.results))
     return 1 if run.has_failed else 0
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BadCall(f"--logs {folder}: {problem.strerror}") from None
+    return folder
 
 
 def _cases(only: Sequence[str]) -> list[Case]:

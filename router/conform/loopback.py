@@ -14,16 +14,20 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import trio
 from attrs import define
 
 from router.conform.routers import Candidate
-from router.conform.stage import Order, Router
+from router.conform.stage import NotServing, Order, Router
 from router.sim.engine import SimEngine
 from router.sim.server import host
 
 HOST = "127.0.0.1"
+LAST_LINES = 3
+LAST_BYTES = 4096
+LINE_CHARACTERS_MAX = 200
 
 
 @define(eq=False)
@@ -33,6 +37,9 @@ class ProcessRouter:
     process: trio.Process
     port: int
     ready_path: str | None
+    log: Path
+    log_begins: int
+    """What it says stands behind so many bytes of the log."""
 
     async def connect(self) -> trio.abc.Stream:
         return await trio.open_tcp_stream(HOST, self.port)
@@ -42,6 +49,13 @@ class ProcessRouter:
 
     async def wait_exited(self) -> None:
         await self.process.wait()
+
+    def last_words(self) -> str:
+        with self.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self.log_begins, size - LAST_BYTES))
+            said = log.read().decode("utf-8", "replace")
+        return f"{_ending(self.process.returncode)}, {_last_lines(said)}"
 
 
 @define(eq=False)
@@ -69,6 +83,12 @@ class Loopback:
         with self.log.open("a") as log:
             log.write(" ".join(words) + "\n")
             log.flush()
+            begins = log.tell()
+            process = await self._start(words, log)
+        return ProcessRouter(process, port, self.candidate.ready_path, self.log, begins)
+
+    async def _start(self, words: list[str], log: IO[str]) -> trio.Process:
+        try:
             process = await trio.lowlevel.open_process(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -76,8 +96,11 @@ class Loopback:
                 stderr=log,
                 start_new_session=True,
             )
+        except OSError as problem:
+            reason = os.strerror(problem.errno or 0)
+            raise NotServing(f"{words[0]} cannot be started: {reason}") from None
         self._processes.append(process)
-        return ProcessRouter(process, port, self.candidate.ready_path)
+        return process
 
     def end(self) -> None:
         """Kill what was started."""
@@ -99,6 +122,22 @@ async def opened(candidate: Candidate, folder: str, log: Path) -> AsyncIterator[
             with trio.CancelScope(shield=True):
                 for process in place._processes:
                     await process.wait()
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code}"
+    return f"with exit status {code}"
+
+
+def _last_lines(said: str) -> str:
+    """The last of a log as one line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()][-LAST_LINES:]
+    if not lines:
+        return "without a word"
+    return "saying: " + " | ".join(
+        "".join(c for c in line[:LINE_CHARACTERS_MAX] if c.isprintable()) for line in lines
+    )
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ on the command line in the same words.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,10 @@ from router.sim.settings import EngineKind
 
 SETTINGS = ("engine", "pd-engine", "ready", "mixed", "pd", "pd-prefill", "pd-decode")
 """What can be told of a router besides its knobs."""
+#: Of which --set can speak, and which can begin a file's name.
+_NAME = re.compile(r"[\w-]+")
+_ENGINE_PLACES = ("{workers}", "{fleet}", "{prefill}", "{decode}")
+_SEVERAL_PLACES = (*_ENGINE_PLACES, "{knobs}")
 
 
 class BadRouter(ValueError):
@@ -55,6 +60,8 @@ class Candidate:
         """Why a case cannot be tried, if so."""
         if case.is_pd and self.pd is None:
             return "no command line for prefill/decode pairs"
+        if not case.is_pd and "{fleet}" in self.command and not self.mixed:
+            return f"nothing to put for {{fleet}} (--set '{self.name}.mixed=... {{workers}}')"
         missing = [knob for knob in case.needs if knob not in self.flags]
         return f"no flag for {missing[0]!r} ({KNOBS[missing[0]]})" if missing else None
 
@@ -217,17 +224,42 @@ def chosen(names: Sequence[str], launches: Sequence[str], told: Sequence[str]) -
             raise BadRouter(f"there is no router {name!r}; there are {', '.join(known)}")
         found[name] = known[name]
     for text in launches:
-        name, _, command = text.partition("=")
-        if "{port}" not in command:
-            raise BadRouter(f"--launch {name}: the command has no {{port}}")
-        found[name] = Candidate(name, command)
+        one = _launched(text)
+        if one.name in found:
+            raise BadRouter(f"--launch {text}: two routers are called {one.name}")
+        found[one.name] = one
     for text in told:
-        key, _, value = text.partition("=")
-        name, _, setting = key.partition(".")
+        key, is_said, value = text.partition("=")
+        name, dot, setting = key.partition(".")
+        if not is_said or not dot:
+            raise BadRouter(f"--set {text}: must be NAME.KEY=VALUE")
         if name not in found:
             raise BadRouter(f"--set {text}: {name!r} is not among the routers to try")
         found[name] = _told(found[name], setting, value)
     return list(found.values())
+
+
+def _launched(text: str) -> Candidate:
+    name, is_said, command = text.partition("=")
+    if not is_said or not _NAME.fullmatch(name):
+        raise BadRouter(
+            f"--launch {text}: must be NAME=COMMAND, a name of letters, digits, _ and -"
+        )
+    if "{port}" not in command:
+        raise BadRouter(f"--launch {name}: the command has no {{port}}")
+    if not any(place in command for place in _ENGINE_PLACES):
+        raise BadRouter(
+            f"--launch {name}: the command has no {{workers}}, so it would know of no engine"
+        )
+    _check_places(f"--launch {name}", command)
+    return Candidate(name, command)
+
+
+def _check_places(said: str, text: str) -> None:
+    """What stands for several words must be a word; raises BadRouter."""
+    for word in text.split():
+        if inside := [place for place in _SEVERAL_PLACES if place in word and place != word]:
+            raise BadRouter(f"{said}: {inside[0]} must be a word of its own, not in {word}")
 
 
 def installed(one: Candidate, folder: str) -> Candidate:
@@ -256,5 +288,9 @@ def _told(one: Candidate, setting: str, value: str) -> Candidate:
         raise BadRouter(f"--set {one.name}.{setting}: no such word; there are {known}")
     if setting in ("engine", "pd-engine") and value not in ("vllm", "sglang", "openai"):
         raise BadRouter(f"--set {one.name}.{setting}: one of vllm, sglang, openai")
+    if setting == "ready" and not value.startswith("/"):
+        raise BadRouter(f"--set {one.name}.ready: a path, which begins with /")
+    if setting in ("mixed", "pd"):
+        _check_places(f"--set {one.name}.{setting}", value)
     name = {"ready": "ready_path"}.get(setting, setting.replace("-", "_"))
     return attrs.evolve(one, **{name: value})  # type: ignore[arg-type]  # a text, checked above

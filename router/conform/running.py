@@ -15,7 +15,17 @@ from attrs import frozen
 
 from router.conform.case import Case
 from router.conform.heard import CHAT, Ask
-from router.conform.stage import Actor, Failed, NotApplicable, Order, Place, Seat, Stage
+from router.conform.stage import (
+    Actor,
+    Failed,
+    NotApplicable,
+    NotServing,
+    Order,
+    Place,
+    Router,
+    Seat,
+    Stage,
+)
 from router.sim.engine import SimEngine
 from router.sim.settings import EngineKind, SimSettings
 
@@ -33,10 +43,6 @@ class Verdict:
     outcome: Outcome
     reason: str = ""
     seconds: float = 0.0
-
-
-class NotServing(Exception):
-    """The router did not begin to serve."""
 
 
 async def try_case(
@@ -88,7 +94,10 @@ async def _set_up(case: Case, place: Place, knobs: Mapping[str, str], engine: En
     model_url = await place.host(SimEngine(_settings(Actor(token_seconds=0.0), 99, engine)))
     router = await place.launch(Order(seats, knobs, engine))
     stage = Stage(place, router, engines, model_url)
-    await _warm_up(case, stage)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_watch_for_its_end, router)
+        await _warm_up(case, stage)
+        nursery.cancel_scope.cancel("it serves")
     for each, actor in zip(engines, case.actors, strict=True):
         each.requests.clear()
         if actor.faults:
@@ -105,6 +114,16 @@ def _settings(actor: Actor, number: int, engine: EngineKind) -> SimSettings:
         token_seconds=actor.token_seconds,
         context_length=CONTEXT_LENGTH,
     )
+
+
+async def _watch_for_its_end(router: Router) -> None:
+    """Raises NotServing when it is gone; one that serves from the background is not."""
+    await router.wait_exited()
+    try:
+        stream = await router.connect()
+    except OSError:
+        raise NotServing(f"it has ended before it served: {router.last_words()}") from None
+    await stream.aclose()
 
 
 async def _warm_up(case: Case, stage: Stage) -> None:

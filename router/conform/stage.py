@@ -7,14 +7,16 @@ slow and not wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import trio
 from attrs import define, field, frozen
 
 from router.conform.heard import CHAT, LOOK_SECONDS, Ask, Heard, converse
+from router.sim import tokens
 from router.sim.engine import SimEngine
+from router.sim.running import Running
 from router.sim.settings import EngineKind, Role
 from router.sim.wire import Received
 
@@ -23,6 +25,10 @@ PATIENCE_SECONDS = 30.0
 
 class Failed(Exception):
     """The router did not do what the case expects; the message is the reason, in one line."""
+
+
+class NotServing(Exception):
+    """The router did not begin to serve; the message says what is known of it, in one line."""
 
 
 class NotApplicable(Exception):
@@ -71,6 +77,9 @@ class Router(Protocol):
 
     async def wait_exited(self) -> None:
         """Return when it is gone."""
+
+    def last_words(self) -> str:
+        """How it ended, and the last it said; once it is gone."""
 
 
 class Place(Protocol):
@@ -143,8 +152,22 @@ class Stage:
     @property
     def generating(self) -> int:
         """Of these, the ones that have tokens to come: one that has ended is let go a bit later."""
+        return sum(self.generating_at(place) for place in range(len(self.engines)))
+
+    def generating_at(self, place: int) -> int:
+        """The same on one engine."""
+        return sum(map(_goes_on, self.engines[place].running))
+
+    def works_on(self, prompt: str) -> bool:
+        """Whether an engine has tokens to come of an answer to this prompt."""
         each = [one for engine in self.engines for one in engine.running]
-        return sum(any(choice.finish is None for choice in one.choices) for one in each)
+        return any(_goes_on(one) and prompt in tokens.decode(one.job.prompts[0]) for one in each)
+
+    def must_have_asked(self, places: Collection[int], heard: Heard) -> None:
+        """Raises Failed where none of these engines was asked: what they do was not tried then."""
+        if not any(self.asked(place) for place in places):
+            names = " or ".join(str(place + 1) for place in places)
+            raise Failed(f"engine {names} was never asked; the client got: {heard.summary}")
 
     async def until(self, holds: Callable[[], bool], seconds: float, otherwise: str) -> None:
         """Wait for a condition; raises Failed with the reason when it does not come."""
@@ -153,3 +176,7 @@ class Stage:
                 await trio.sleep(LOOK_SECONDS)
         if waiting.cancelled_caught:
             raise Failed(otherwise)
+
+
+def _goes_on(one: Running) -> bool:
+    return any(choice.finish is None for choice in one.choices)

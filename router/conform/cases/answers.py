@@ -18,8 +18,10 @@ async def errors_have_one_shape(stage: Stage) -> None:
         # An engine has refused it, in whatever shape its errors have.
         found.clear()
     for engine in stage.engines:
+        engine.requests.clear()
         engine.add_faults("cut")
     found["cut"] = await stage.ask(Ask(stream=False))
+    stage.must_have_asked([0, 1], found["cut"])
     for engine in stage.engines:
         engine.clear_faults()
         engine.add_faults("now:server_dies")
@@ -80,7 +82,7 @@ async def ids_are_kept(stage: Stage) -> None:
     _must_bear(refused, "conform-2", "the error")
     seen = [one.headers.get("x-request-id") for one in stage.asked(0)]
     if seen != ["conform-1", "conform-2"]:
-        raise Failed(f"the engine saw {seen[0]}")
+        raise Failed(f"the engine saw {', '.join(map(str, seen)) or 'neither of them'}")
 
 
 @case(

@@ -52,9 +52,12 @@ async def a_full_engine_is_no_failure(stage: Stage) -> None:
     needs={"breaker": "3"},
 )
 async def deaths_behind_the_head_count(stage: Stage) -> None:
-    for _ in range(24):
-        await stage.ask(Ask(tokens=8))
+    heard = [await stage.ask(Ask(tokens=8)) for _ in range(24)]
 
+    stage.must_have_asked([0], heard[-1])
     got = len(stage.asked(0))
     if got > 8:
         raise Failed(f"it got {got} of 24 streams and broke all of them")
+    served = sum(one.is_whole for one in heard)
+    if served < 24 - got:
+        raise Failed(f"the other one got {len(stage.asked(1))} of 24 streams, {served} were served")

@@ -17,11 +17,16 @@ from router.conform.stage import Actor, Failed, Stage
 CUT = "cut,after_events=6"
 
 
-async def all_are_whole(stage: Stage, count: int, ask: Ask) -> None:
-    """Ask one after the other; raises Failed unless every client gets a complete answer."""
-    bad = [heard for heard in [await stage.ask(ask) for _ in range(count)] if not heard.is_whole]
+async def all_are_whole(stage: Stage, count: int, ask: Ask) -> Heard:
+    """Ask one after the other; raises Failed unless every client gets a complete answer.
+
+    Returns the last one.
+    """
+    heard = [await stage.ask(ask) for _ in range(count)]
+    bad = [one for one in heard if not one.is_whole]
     if bad:
         raise Failed(f"{len(bad)} of {count} requests failed ({bad[0].summary})")
+    return heard[-1]
 
 
 @case(
@@ -44,6 +49,7 @@ async def stale_connection(stage: Stage) -> None:
 async def silent_engine(stage: Stage) -> None:
     heard = await stage.ask(patience=30.0)
 
+    stage.must_have_asked([0], heard)
     if not heard.is_told or heard.status == 200:
         raise Failed(f"after 30 s: {heard.summary}")
 
@@ -69,7 +75,7 @@ async def long_stream(stage: Stage) -> None:
     actors=(Actor("abort,after_events=6"), Actor("abort,after_events=6")),
 )
 async def abort_is_no_end(stage: Stage) -> None:
-    _must_be_told(await stage.ask(Ask(tokens=20)))
+    await _is_told(stage)
 
 
 @case(
@@ -79,7 +85,7 @@ async def abort_is_no_end(stage: Stage) -> None:
     actors=(Actor(CUT), Actor(CUT)),
 )
 async def cut_is_told(stage: Stage) -> None:
-    _must_be_told(await stage.ask(Ask(tokens=20)))
+    await _is_told(stage)
 
 
 @case(
@@ -91,6 +97,7 @@ async def cut_is_told(stage: Stage) -> None:
 async def cut_is_explained(stage: Stage) -> None:
     heard = await stage.ask(Ask(tokens=20))
 
+    stage.must_have_asked([0, 1], heard)
     if not heard.is_whole and heard.error is None:
         raise Failed(f"no error event in the stream ({heard.summary})")
 
@@ -102,7 +109,14 @@ async def cut_is_explained(stage: Stage) -> None:
     actors=(Actor("end,after_events=6"), Actor("end,after_events=6")),
 )
 async def early_end_is_told(stage: Stage) -> None:
-    _must_be_told(await stage.ask(Ask(tokens=20)))
+    await _is_told(stage)
+
+
+async def _is_told(stage: Stage) -> None:
+    heard = await stage.ask(Ask(tokens=20))
+
+    stage.must_have_asked([0, 1], heard)
+    _must_be_told(heard)
 
 
 def _must_be_told(heard: Heard) -> None:
@@ -127,6 +141,8 @@ async def nothing_twice(stage: Stage) -> None:
             raise Failed(f"the client read {heard.text!r}, which is not in the answer")
         if heard.is_whole and heard.text != whole.text:
             raise Failed("a part of the answer was taken for all of it")
+    stage.must_have_asked([0], heard)
+    stage.must_have_asked([1], heard)
 
 
 @case(
@@ -149,7 +165,7 @@ async def dead_engine(stage: Stage) -> None:
 )
 async def cut_before_answer(stage: Stage) -> None:
     await all_are_whole(stage, 6, Ask(tokens=2, stream=False))
-    await all_are_whole(stage, 6, Ask(tokens=2))
+    stage.must_have_asked([0], await all_are_whole(stage, 6, Ask(tokens=2)))
 
 
 @case(
@@ -159,7 +175,7 @@ async def cut_before_answer(stage: Stage) -> None:
     actors=(Actor("empty"), Actor()),
 )
 async def empty_answer(stage: Stage) -> None:
-    await all_are_whole(stage, 6, Ask(tokens=4))
+    stage.must_have_asked([0], await all_are_whole(stage, 6, Ask(tokens=4)))
 
 
 @case(
@@ -169,7 +185,7 @@ async def empty_answer(stage: Stage) -> None:
     actors=(Actor("error_event,after_events=0"), Actor()),
 )
 async def error_first(stage: Stage) -> None:
-    await all_are_whole(stage, 6, Ask(tokens=4))
+    stage.must_have_asked([0], await all_are_whole(stage, 6, Ask(tokens=4)))
 
 
 @case(
@@ -188,6 +204,8 @@ async def engine_is_stopped(stage: Stage) -> None:
         await stage.until(
             lambda: all(len(one.events) > 3 for one in heard), 20, "the streams did not begin"
         )
+        if not stage.generating_at(0):
+            raise Failed("the engine had nothing to write any more when its streams came")
         stage.engines[0].add_faults("now:sigterm_abort")
 
     for one in heard:

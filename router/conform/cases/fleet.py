@@ -63,6 +63,9 @@ async def shutdown_waits(stage: Stage) -> None:
         await stage.until(
             lambda: all(len(one.events) > 3 for one in heard), 20, "the streams did not begin"
         )
+        ended = 10 - stage.generating
+        if ended:
+            raise Failed(f"{ended} of 10 streams had ended at their engines before they began here")
         stage.router.terminate()
 
     bad = [one for one in heard if not one.is_whole]

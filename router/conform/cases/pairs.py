@@ -16,8 +16,10 @@ FREED_SECONDS = 10.0
 PREFILL, DECODE = Actor(role="prefill"), Actor(role="decode")
 
 
-async def _is_told(stage: Stage) -> None:
+async def _is_told(stage: Stage, place: int) -> None:
+    """Of a failure of this engine."""
     heard = await stage.ask(patience=TOLD_SECONDS)
+    stage.must_have_asked([place], heard)
     if heard.is_whole or not heard.is_told:
         raise Failed(f"the client got: {heard.summary}")
 
@@ -29,7 +31,7 @@ async def _is_told(stage: Stage) -> None:
     actors=(Actor("status,code=500", role="prefill"), DECODE),
 )
 async def prefill_fails(stage: Stage) -> None:
-    await _is_told(stage)
+    await _is_told(stage, 0)
     await stage.until(
         lambda: not stage.engines[1].inflight,
         FREED_SECONDS,
@@ -45,7 +47,7 @@ async def prefill_fails(stage: Stage) -> None:
     actors=(PREFILL, Actor("status,code=500", role="decode")),
 )
 async def decode_fails(stage: Stage) -> None:
-    await _is_told(stage)
+    await _is_told(stage, 1)
 
 
 @case(

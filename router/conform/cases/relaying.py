@@ -88,18 +88,22 @@ async def large_body(stage: Stage) -> None:
 
     if heard.status != 400 or b"seen" not in heard.body:
         raise Failed(f"the client got: {heard.summary}")
+    stage.must_have_asked([0], heard)
     if len(stage.asked(0)[-1].body) < 20 * MIB:
         raise Failed("the engine got less than was sent")
 
 
 @case(
     "C25",
-    done="The limit is 1 MiB; a client sends 3 MiB.",
-    expected="413 with an error object, and no engine is asked.",
+    done="The limit is 1 MiB; a client sends 0.5 MiB, another one 3 MiB.",
+    expected="The engine gets the first; the second is a 413 with an error object, and no engine "
+    "is asked.",
     actors=(Actor("status,code=400,message=seen"),),
     needs={"body_max": str(MIB)},
 )
 async def too_large_body(stage: Stage) -> None:
+    stage.must_have_asked([0], await stage.ask(Ask(stream=False, prompt="x" * (MIB // 2))))
+    stage.engines[0].requests.clear()
     heard = await stage.ask(Ask(stream=False, prompt="x" * (3 * MIB)))
 
     if stage.asked(0):
