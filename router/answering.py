@@ -11,12 +11,12 @@ from typing import Protocol
 
 from router.errors import Refusal, nest_error
 from router.front import ClientChannel
-from router.headers import Headers
+from router.headers import Headers, find
 from router.legs import Leg
 from router.openai import BUSY, judge_answer
 from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
-from router.unpacking import NotPacked, unpacker_of
+from router.unpacking import NotPacked, unpack, unpacker_of
 
 
 class RouteView(Protocol):
@@ -206,6 +206,14 @@ class WholeAnswering:
 
     def end(self) -> None:
         exchange, body = self._exchange, self._whole.body()
+        encoding = encoding_of(exchange.headers)
+        if encoding and body and exchange.route.family != "other":
+            try:
+                body = unpack(encoding, body)
+            except NotPacked:
+                self._meet_unreadable()
+                return
+            exchange.headers = without_encoding(exchange.headers)
         if self._leg.is_error:
             self._meet_error(Answer(exchange.status, exchange.headers, body))
         elif not body and (exchange.status == 200 or exchange.route.family != "other"):
@@ -220,6 +228,14 @@ class WholeAnswering:
         if is_late:
             self._meet_error(Answer.without_body(self._exchange.status, self._exchange.headers))
         return is_late
+
+    def _meet_unreadable(self) -> None:
+        """It is not what its encoding says; of an error the status is enough."""
+        exchange = self._exchange
+        if self._leg.is_error:
+            self._meet_error(Answer.without_body(exchange.status, exchange.headers))
+        else:
+            exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
 
     def _judge(self, body: bytes) -> None:
         exchange = self._exchange
@@ -313,6 +329,17 @@ class PassingAnswering:
         if not self._has_begun:
             self._has_begun = True
             self._exchange.fire("answered")
+
+
+def encoding_of(headers: Headers) -> bytes:
+    """The content coding of an answer, in lower case; empty where it has none."""
+    found = (find(headers, b"content-encoding") or b"").lower()
+    return b"" if found == b"identity" else found
+
+
+def without_encoding(headers: Headers) -> Headers:
+    """The headers of the same answer, unpacked."""
+    return [each for each in headers if each[0] != b"content-encoding"]
 
 
 def broken() -> Refusal:

@@ -19,9 +19,11 @@ from router.answering import (
     WholeAnswering,
     broken,
     crowded,
+    encoding_of,
     leaving,
     too_large,
     unreachable,
+    without_encoding,
 )
 from router.calls import Call
 from router.clocks import Clocks, is_due
@@ -201,15 +203,13 @@ class Exchange:
         if self.route.family == "openai" and leg.worker.engine in ("vllm", "sglang"):
             relay.judge.due = self.choices_asked
         streaming = StreamAnswering(self, leg, relay)
-        encoding = (find(self.headers, b"content-encoding") or b"identity").lower()
-        if encoding != b"identity":
+        encoding = encoding_of(self.headers)
+        if encoding:
             # We asked for none: streams are never compressed, and their events must be read.
-            self.headers = [each for each in self.headers if each[0] != b"content-encoding"]
+            self.headers = without_encoding(self.headers)
         if self.pair is not None and self.ticket.state is S.DISPATCHING:
             self._forward_head(relay)
-        if encoding == b"identity":
-            return streaming
-        return PackedAnswering(self, leg, streaming, encoding)
+        return PackedAnswering(self, leg, streaming, encoding) if encoding else streaming
 
     def _forward_head(self, relay: StreamRelay) -> None:
         """Decode has answered: its client need not wait for the first token to know."""

@@ -1,7 +1,7 @@
 """Unpacking what a worker compressed unasked: gzip and deflate, incrementally and bounded.
 
-Events inside a compressed stream can neither be read nor judged, and clients are never sent a
-compressed stream. Encodings that the standard library does not know are refused.
+A compressed answer can neither be read nor judged, and clients are never sent a stream or a
+generation that is compressed. Encodings that the standard library does not know are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class Unpacker:
         self._wbits = wbits
         self._inflate = zlib.decompressobj(wbits)
 
+    @property
+    def is_at_end(self) -> bool:
+        """What was fed is whole."""
+        return self._inflate.eof
+
     def feed(self, data: bytes) -> bytes:
         """What `data` unpacks to; may be empty. Raises NotPacked."""
         found = b""
@@ -45,3 +50,14 @@ def unpacker_of(encoding: bytes) -> Unpacker | None:
     """For a content coding by its name in lower case, or None for one that is not known."""
     wbits = _WBITS.get(encoding)
     return None if wbits is None else Unpacker(wbits)
+
+
+def unpack(encoding: bytes, data: bytes) -> bytes:
+    """All of an answer. Raises NotPacked, also for an encoding that is not known."""
+    unpacker = unpacker_of(encoding)
+    if unpacker is None:
+        raise NotPacked("an unknown encoding")
+    found = unpacker.feed(data)
+    if not unpacker.is_at_end:
+        raise NotPacked("cut off")
+    return found

@@ -134,6 +134,23 @@ def test_a_compressed_stream_that_ends_without_a_finish_is_no_clean_end() -> Non
     assert outcome.one.code == "upstream_broken"
 
 
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [("", 200), ("abort,after_events=2", 200), ("status,code=400", 400), ("status,code=500", 200),
+     ("error_event,code=500", 200), ("garbage,what=short_body", 200)],
+)  # fmt: skip
+def test_a_whole_answer_that_is_compressed_unasked_is_unpacked_and_judged(
+    fault: str, status: int
+) -> None:
+    broken = Engine(faults=";".join(filter(None, ["gzip", f"request=1:{fault}" if fault else ""])))
+
+    outcome = simulate(Plan(engines=(broken, Engine()), clients=(Client(stream=False),)))
+
+    assert outcome.one.status == status
+    assert "content-encoding" not in outcome.one.headers
+    assert (outcome.one.text == outcome.one.direct[0].text) is (status == 200)
+
+
 def test_an_answer_too_large_to_hold_passes_through() -> None:
     client = Client(stream=False, fault="padding,bytes=300000")
 
