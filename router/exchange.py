@@ -366,7 +366,7 @@ class Exchange:
 
     def choices_asked(self) -> int:
         """How many choices a whole answer has."""
-        return choices_asked(self.call.body)
+        return choices_asked(self.call.body, self.route.label)
 
     def _begin(self, data: bytes) -> None:
         kind = find(self.headers, b"content-type") or b""

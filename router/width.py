@@ -29,14 +29,17 @@ class _Width(msgspec.Struct, gc=False):
 _WIDTH = msgspec.json.Decoder(_Width)
 
 
-def choices_asked(body: bytes) -> int:
-    """How many choices the whole answer to this request has; 1 where that cannot be read."""
+def choices_asked(body: bytes, route: str) -> int:
+    """How many choices the whole answer to this request has; 1 where that cannot be read.
+
+    `route` is its label: what is no prompt there is passed over, as engines do.
+    """
     try:
         asked = _WIDTH.decode(body)
-        prompts = max(map(prompts_in, (asked.prompt, asked.text, asked.input_ids)))
     except (msgspec.DecodeError, RecursionError):
         return 1
-    return prompts * (asked.n or 1)
+    fields = {"completions": (asked.prompt,), "generate": (asked.text, asked.input_ids)}
+    return max(map(prompts_in, fields.get(route, ())), default=1) * (asked.n or 1)
 
 
 def prompts_in(field: msgspec.Raw) -> int:

@@ -154,6 +154,14 @@ def test_an_engine_that_may_not_know_of_choices_is_believed() -> None:
     assert (outcome.one.ending, len(outcome.one.finishes)) == ("clean", 1)
 
 
+def test_what_is_no_prompt_in_a_chat_is_not_counted_as_one() -> None:
+    odd = Client(extra={"prompt": ["one", "two"], "text": ["three", "four"]})
+
+    outcome = simulate(Plan(clients=(odd,)))
+
+    assert (outcome.one.ending, outcome.one.is_done) == ("clean", True)
+
+
 def test_one_finish_of_a_batch_is_no_end() -> None:
     batch = Client(chat=False, tokens=1, extra={"prompt": ["one", "two"]})
 
