@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from tests.moves import CUT, LONG, PLAIN, is_told, is_whole, lose, more
@@ -107,6 +108,25 @@ def test_one_whose_context_is_too_short_is_passed_over() -> None:
     assert outcome.asked(1) == []
 
 
+def test_after_a_restart_it_is_the_new_first_ones_context_that_counts() -> None:
+    small, middle, large = (Engine(context_length=length) for length in (49, 60, 100))
+    first = Engine(context_length=49, faults="request=1:cut,after_events=1")
+    second = Engine(context_length=100, faults="request=1:cut,after_events=30")
+
+    outcome = simulate(
+        Plan(
+            engines=(first, second, small, middle, large),
+            clients=(attrs.evolve(ENDLESS, path="/v1/chat/completions"),),
+            settings={"migration_limit": 2, "policy": "round_robin"},
+        )
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken restart": 1, "stream_broken exact": 1}
+    assert [len(outcome.asked(number)) for number in range(5)] == [1, 1, 0, 0, 1]
+    assert outcome.one.usages[0]["total_tokens"] == 100
+
+
 #### The first one's context is full (case 88)
 
 
@@ -161,6 +181,18 @@ def test_a_refused_form_is_followed_by_the_other_once() -> None:
     assert is_whole(outcome)
     assert outcome.moves == {"stream_broken text": 1}
     assert len(outcome.asked(1)) == 2
+
+
+def test_what_one_move_was_refused_is_tried_in_the_next() -> None:
+    late = "request=1:cut,after_events=20"
+    faults = ((0.0, "faults 1 request=1:status,code=400"), (0.0, f"faults 2 {late}"))
+
+    outcome = lose(
+        late, Client(tokens=60), kinds="vllm vllm vllm", limit=2, happenings=faults
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 1, "stream_broken exact": 1}
 
 
 @pytest.mark.parametrize("fault", ["status,code=400", "status,code=422", "error_event,code=400"])
@@ -345,12 +377,21 @@ def test_a_second_drain_moves_nothing_again() -> None:
     assert outcome.moves == {"worker_draining exact": 1}
 
 
-@pytest.mark.parametrize("again", [("drain 0 20",), ("undrain 0", "drain 0 20"), ("undrain 0",)])
+@pytest.mark.parametrize(
+    "again",
+    [
+        ("drain 0 20",),
+        ("undrain 0", "drain 0 20"),
+        ("undrain 0",),
+        ("undrain 0", "drain 0"),  # by its agent, which has a window of its own
+    ],
+)
 def test_a_window_ends_with_its_drain_and_with_the_next_one(again: tuple[str, ...]) -> None:
     """The chart says so: asked again, the new window replaces the old one."""
+    later = tuple((2.0 + 0.1 * turn, each) for turn, each in enumerate(again))
+
     outcome = lose(
-        "", Client(tokens=30), happenings=((1.5, "drain 0 1"), *((2.0, each) for each in again)),
-        looks=(2.6,),
+        "", Client(tokens=30), happenings=((1.5, "drain 0 1"), *later), looks=(2.6,)
     )  # fmt: skip
 
     assert is_whole(outcome)
