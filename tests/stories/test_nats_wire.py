@@ -643,6 +643,31 @@ def test_streams_move_from_wire_to_wire(first: Engine, second: Engine) -> None:
     assert sum(outcome.moves.values()) == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("nats_req_idle_timeout", "stream_idle_timeout"),
+        ("nats_req_max_duration", "request_timeout"),
+    ],
+)
+@pytest.mark.parametrize("wires", ["http nats", "nats http"])
+def test_the_deadlines_are_those_of_the_wire_that_is_used(
+    wires: str, setting: str, code: str
+) -> None:
+    first, second = wires.split()
+    failing = Engine(wire=first, faults="request=1:status,code=500")
+    silent = Engine(wire=second, faults="pause,after_events=6,seconds=8")
+    settings: dict[str, object] = {"suspect_idle_secs": 0.0, setting: 5.0}
+
+    outcome = run(failing, silent, limit=0, **settings)  # type: ignore[arg-type]  # one of the table
+
+    assert outcome.tickets[0].attempts == 2
+    if second == "http":
+        assert outcome.one.ending == "clean"
+    else:
+        assert (outcome.one.ending, outcome.one.code) == ("cut", code)
+
+
 def test_a_body_travels_as_the_client_wrote_it() -> None:
     raw = b'{"model":"tiny", "messages":[{"role":"user","content":"\\u00e9 x"}],\n "max_tokens":2}'
 
