@@ -94,6 +94,19 @@ def test_where_nobody_detokenizes_the_text_is_carried(fault: str) -> None:
     assert outcome.one.finish == "length"
 
 
+@pytest.mark.parametrize("fault", ["status,code=500", "cut", "status,code=404", "garbage"])
+def test_where_one_does_not_detokenize_another_is_asked(fault: str) -> None:
+    outcome = lose(
+        "request=1:cut,after_events=6", more(stop=["###"]), kinds="vllm vllm vllm",
+        happenings=((0.0, f"faults 1 path=/detokenize:{fault}"),),
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 1}
+    for number in (1, 2):
+        assert "/detokenize" in [each.path for each in outcome.work(number)]
+
+
 @KINDS
 @pytest.mark.parametrize("after", [5, 6, 7, 8])
 def test_no_character_is_cut_in_two(after: int, kinds: str) -> None:

@@ -422,3 +422,23 @@ def test_many_that_move_at_once_are_spread_over_a_moment() -> None:
     assert sum(outcome.moves.values()) == len(moved) == 40
     assert 0 < max(moved) - min(moved) <= 1.0
     assert len(set(moved)) > 20
+
+
+def test_one_that_moves_after_a_crowd_is_not_held_up() -> None:
+    crowd = tuple(Client(tokens=30) for _ in range(120))
+    drains = tuple((22.0 + number, f"drain {number} 0") for number in range(2))
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(), Engine(), Engine()),
+            clients=(*crowd, Client(at=20.0, tokens=60)),
+            settings={"migration_limit": 2},
+            happenings=((2.0, "faults 0 now:server_dies,restart_after=3"), *drains),
+        )
+    )
+
+    last = max(outcome.tickets, key=lambda ticket: ticket.started_at)
+    left = [moment for moment, edge in last.history if edge.fact == "handed_back"]
+    went = [moment for moment, edge in last.history if edge.source.value == "migrating"]
+    assert left
+    assert left == went
