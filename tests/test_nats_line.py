@@ -683,6 +683,23 @@ async def test_what_waits_for_a_slow_client_is_bounded(autojump_clock: MockClock
         assert it.cancels == [sent.reply] * 3
 
 
+async def test_what_a_slow_client_has_taken_makes_room(autojump_clock: MockClock) -> None:
+    piece = b"x" * (PAUSED_BYTES_MAX // 32)
+
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD)
+        for seq in range(1, 41):
+            sent.pause()
+            it.tell(sent, piece, frame_headers(DATA, seq))
+            await wait_all_tasks_blocked()
+            sent.resume()
+            await wait_all_tasks_blocked()
+
+        assert asked.body == piece * 40
+        assert asked.ends == 0
+
+
 #### Silence
 
 
@@ -711,6 +728,22 @@ async def test_heartbeats_keep_a_silent_engine_alive(autojump_clock: MockClock) 
         await it.frames(sent, HEAD, DATA, DONE, first=100)
 
         assert asked.told == ["connected", 200, "body", "end"]
+
+
+@pytest.mark.parametrize("kinds", [(DATA,), (DATA, DATA), (DATA, HEARTBEAT), (HEARTBEAT, DATA)])
+async def test_whatever_comes_is_no_silence(
+    autojump_clock: MockClock, kinds: tuple[str, ...]
+) -> None:
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD)
+
+        for turn in range(20):
+            await it.frames(sent, *kinds, first=1 + turn * len(kinds))
+            await trio.sleep(HEARTBEAT_LOST_SECONDS / 3)
+
+        assert asked.ends == 0
+        sent.close()
 
 
 async def test_a_peer_without_heartbeats_may_be_silent(autojump_clock: MockClock) -> None:
