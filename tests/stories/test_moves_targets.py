@@ -108,6 +108,27 @@ def test_one_whose_context_is_too_short_is_passed_over() -> None:
     assert outcome.asked(1) == []
 
 
+def test_one_that_is_passed_over_keeps_its_turn_to_prove_itself() -> None:
+    """Its breaker lets one request through, and this was none."""
+    failing = Engine(context_length=32, faults="request=1:status,code=500")
+
+    outcome = simulate(
+        Plan(
+            engines=(failing, Engine(faults="request=2:cut,after_events=4")),
+            clients=(Client(tokens=1), Client(at=5.0, tokens=20), Client(at=7.0, tokens=1)),
+            settings={
+                "migration_limit": 1, "policy": "round_robin", "breaker_failure_threshold": 1,
+                "breaker_cooldown_secs": 6.0,
+            },
+            looks=(6.5,),
+        )
+    )  # fmt: skip
+
+    assert [got.ending for got in outcome.got] == ["clean", "cut", "clean"]
+    assert outcome.look.breakers == {"w0": "half_open", "w1": "open"}
+    assert outcome.sum("baton_breaker_overridden_total") == 0
+
+
 def test_after_a_restart_it_is_the_new_first_ones_context_that_counts() -> None:
     small, middle, large = (Engine(context_length=length) for length in (49, 60, 100))
     first = Engine(context_length=49, faults="request=1:cut,after_events=1")

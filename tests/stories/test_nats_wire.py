@@ -274,6 +274,16 @@ def test_whichever_frame_is_lost_no_wrong_answer_comes_of_it(stream: bool, limit
         assert outcome.count("baton_breaker_state", worker="w0", state="open") == 0
 
 
+def test_a_way_that_loses_something_now_and_then_stays_a_way() -> None:
+    """Three losses in a row are too many; with content in between they are none."""
+    losses = tuple((2.05 + 3.0 * turn, "lose 0") for turn in range(5))
+
+    outcome = run(NEW, clients=(Client(tokens=120),), limit=9, happenings=losses)
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 5}
+
+
 @pytest.mark.parametrize("engine", [NEW, OLD])
 def test_where_messages_were_dropped_only_streams_without_numbers_break(engine: Engine) -> None:
     others = Client(at=0.6, tokens=1)
