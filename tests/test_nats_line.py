@@ -1314,6 +1314,30 @@ async def test_probes_of_who_is_not_there_are_refused_and_not_stored(
         probe.close()
 
 
+async def test_every_absence_counts_from_its_own_beginning(autojump_clock: MockClock) -> None:
+    """An agent between two connections takes what is stored for it, also the second time."""
+    async with world(is_there=False, pending_max=5) as it:
+        Queue(it).consume()
+        for _ in range(2):
+            asked, sent = await it.begin()
+            away, back = Asked(), Asked()
+            it.line.send(b"GET", b"/health", b"", b"", away)
+            await wait_all_tasks_blocked()
+            assert away.told == ["unreachable"]
+            assert asked.told == []
+            sent.close()
+
+            listening = it.far.subscribe(
+                NAMES.cancel(WORKER), lambda _: None, on_lost=lambda _: None
+            )
+            probe = it.line.send(b"GET", b"/health", b"", b"", back)
+            await wait_all_tasks_blocked()
+            assert back.told == []
+            probe.close()
+            listening.close()
+            await trio.sleep(60)
+
+
 async def test_a_queued_request_above_the_limit_is_not_stored(autojump_clock: MockClock) -> None:
     async with world(is_there=False, pending_max=5) as it:
         Queue(it).consume()

@@ -186,6 +186,23 @@ def test_one_that_tokenizes_otherwise_is_given_the_text() -> None:
     assert outcome.moves == {"stream_broken text": 1}
 
 
+def test_ids_go_to_nobody_who_tokenizes_otherwise_than_the_last() -> None:
+    late = "request=1:cut,after_events=20"
+    mute = Engine(faults=f"path=/tokenize:status,code=404;{late}")
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults=late), mute, Engine()),
+            clients=(Client(tokens=60),),
+            settings={"migration_limit": 2},
+            happenings=((0.0, "drain 2"), (4.0, "undrain 2")),
+        )
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 2}
+
+
 def test_an_engine_that_nobody_knows_goes_on_with_text_or_not_at_all() -> None:
     outcome = lose(client=Client(tokens=10), kinds="openai openai")
 
@@ -294,6 +311,18 @@ def test_a_request_that_kills_two_workers_is_given_no_third(death: str) -> None:
     assert is_told(outcome)
     assert outcome.stuck == {"suspect": 1}
     assert outcome.asked(2) == outcome.asked(3) == []
+
+
+def test_it_is_the_tokens_of_the_one_that_died_that_count() -> None:
+    """However long the stream was before."""
+    late, early = (f"request=1:cut,after_events={count}" for count in (20, 5))
+    faults = tuple((0.0, f"faults {number} {early}") for number in (1, 2, 3))
+
+    outcome = lose(late, Client(tokens=60), kinds="vllm " * 5, limit=9, happenings=faults)
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"suspect": 1}
+    assert [len(outcome.asked(number)) for number in range(5)] == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("death", ["cut", "cut,at=head", "cut,after_events=1", "error_event"])

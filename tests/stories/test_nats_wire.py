@@ -678,6 +678,23 @@ def test_the_deadlines_are_those_of_the_wire_that_is_used(
         assert (outcome.one.ending, outcome.one.code) == ("cut", code)
 
 
+def test_the_shortest_deadline_of_nats_holds_on_a_kept_connection() -> None:
+    """That would have been looked at again much later, as idle."""
+    clients = (Client(tokens=2, then=(Client(at=10.0),)),)
+    seconds = {f"{name}_timeout_secs": 300.0 for name in ("request", "first_token", "stream_idle")}
+
+    outcome = run(
+        Engine(wire="nats", faults="request=2:hang"),
+        clients=clients,
+        nats_req_max_duration=3.0,
+        suspect_idle_secs=0.0,
+        **seconds,  # type: ignore[arg-type]  # named above
+    )
+
+    assert outcome.got[1].code == "request_timeout"
+    assert outcome.got[1].ended_at == 13.0
+
+
 def test_a_body_travels_as_the_client_wrote_it() -> None:
     raw = b'{"model":"tiny", "messages":[{"role":"user","content":"\\u00e9 x"}],\n "max_tokens":2}'
 
