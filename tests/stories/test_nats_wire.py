@@ -94,6 +94,21 @@ def test_nothing_is_promised_without_another_candidate_and_a_move(
     assert [each["migratable"] for each in requests(outcome, 0)] == [promise]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "other", "promise"),
+    [("text", "", True), ([5, 6], "", True), ("text", "mute", True), ([5, 6], "mute", False)],
+)
+def test_what_only_ids_can_carry_is_not_promised_where_tokens_differ(
+    prompt: object, other: str, promise: bool
+) -> None:
+    fault = "path=/tokenize:status,code=404" if other == "mute" else ""
+    client = Client(tokens=2, chat=False, extra={"prompt": prompt})
+
+    outcome = run(NEW, Engine(wire="nats", faults=fault), clients=(client,))
+
+    assert [each["migratable"] for each in requests(outcome, 0)] == [promise]
+
+
 def test_what_is_no_stream_is_no_matter_of_promises() -> None:
     outcome = run(clients=(Client(stream=False),))
 
@@ -113,15 +128,17 @@ def test_the_last_leg_is_not_promised(limit: int, engines: int, promises: list[b
     assert asked == promises
 
 
-def test_of_a_pair_only_decode_is_promised() -> None:
+@pytest.mark.parametrize(("others", "promise"), [(1, True), (0, False)])
+def test_of_a_pair_only_decode_is_promised_if_there_is_another(others: int, promise: bool) -> None:
     prefills = tuple(Engine(kind="sglang", role="prefill", wire="nats") for _ in range(2))
-    decodes = tuple(Engine(kind="sglang", role="decode", wire="nats") for _ in range(2))
+    decode = Engine(kind="sglang", role="decode", wire="nats")
 
-    outcome = run(*prefills, *decodes, pd_max_retries=1)
+    outcome = run(*prefills, *[decode] * (1 + others), pd_max_retries=1)
 
-    asked = [each["migratable"] for number in range(4) for each in requests(outcome, number)]
+    count = len(outcome.engines)
+    asked = [each["migratable"] for number in range(count) for each in requests(outcome, number)]
     assert outcome.one.ending == "clean"
-    assert asked == [False, True]
+    assert asked == [False, promise]
 
 
 #### Drains
@@ -410,6 +427,21 @@ def test_a_stream_that_has_lost_nothing_goes_on() -> None:
 
     assert is_whole(outcome)
     assert outcome.moves == {}
+
+
+def test_an_outage_that_a_stream_has_survived_excuses_no_later_silence() -> None:
+    pausing = Engine(wire="nats", faults="pause,after_events=5,seconds=4;hang,after_events=9")
+
+    outcome = run(
+        pausing,
+        limit=0,
+        happenings=((3.6, "cut"), (3.8, "mend")),
+        stream_idle_timeout_secs=6.0,
+        suspect_idle_secs=0.0,
+    )
+
+    assert (outcome.one.ending, outcome.one.code) == ("cut", "stream_idle_timeout")
+    assert outcome.one.pieces[-2][0] > 5
 
 
 def test_requests_wait_for_a_broker_that_is_away_for_a_moment() -> None:
