@@ -861,6 +861,23 @@ async def test_numbers_show_that_nothing_was_lost(autojump_clock: MockClock, how
 
 
 @pytest.mark.parametrize("how", WAYS)
+async def test_the_next_heartbeat_is_waited_for(autojump_clock: MockClock, how: str) -> None:
+    """An agent that has lost nothing says so within its rhythm, and its engine may be silent."""
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD, DATA)
+        await trio.sleep(HEARTBEAT_LOST_SECONDS - 0.5)  # it is about to be looked at
+        await it.frames(sent, DATA, first=2)
+        await lose_connection(it, how)
+        await trio.sleep(HEARTBEAT_SECONDS - 0.1)
+        await it.frames(sent, HEARTBEAT, first=3)
+        await trio.sleep(HEARTBEAT_SECONDS)
+        await it.frames(sent, HEARTBEAT, DONE, first=4)
+
+        assert asked.told == ["connected", 200, "body", "end"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 async def test_numbers_show_what_was_lost(autojump_clock: MockClock, how: str) -> None:
     async with world() as it:
         asked, sent = await it.begin()
@@ -953,6 +970,24 @@ async def test_a_request_waits_for_the_broker(autojump_clock: MockClock) -> None
         assert early == []
         assert asked.told == ["connected", 200, "body", "end"]
         assert len(it.requests) == 1
+
+
+async def test_a_request_goes_out_as_soon_as_its_agent_is_back_as_well(
+    autojump_clock: MockClock,
+) -> None:
+    async with world() as it:
+        it.server.cut(it.near)
+        it.server.cut(it.far)
+        await trio.sleep(1.0)
+        it.server.mend(it.near)
+        asked, sent = await it.begin()
+        await trio.sleep(1.0)
+        it.server.mend(it.far)
+        await trio.sleep(0.5)
+
+        assert asked.told == []
+        assert len(it.requests) == 1
+        sent.close()
 
 
 async def test_a_request_does_not_wait_for_ever(autojump_clock: MockClock) -> None:

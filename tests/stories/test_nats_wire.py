@@ -598,6 +598,8 @@ def test_a_continuation_that_fits_in_no_form_is_told() -> None:
     )
 
     assert is_told(outcome)
+    # What was too large is not what this client wrote.
+    assert outcome.got[0].code == "upstream_broken"
     assert outcome.got[1].status == 200
 
 
