@@ -262,7 +262,6 @@ class Exchange:
 
     def _note_break(self, leg: Leg, moving: Moving, leg_fact: str, *, was_sent: bool) -> None:
         # A status is an answer, and an abort is orderly: by neither has anybody died.
-        was_sent = was_sent and leg.state is not LegState.CONNECTING
         died = (leg_fact == "broke" and was_sent) or (leg_fact == "erred" and leg.is_stream)
         reason = "worker_draining" if leg_fact == "handed_back" else "stream_broken"
         if self.ticket.state in _MOVABLE:

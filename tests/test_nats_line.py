@@ -683,6 +683,23 @@ async def test_what_waits_for_a_slow_client_is_bounded(autojump_clock: MockClock
         assert it.cancels == [sent.reply] * 3
 
 
+async def test_what_a_slow_client_has_taken_makes_room(autojump_clock: MockClock) -> None:
+    piece = b"x" * (PAUSED_BYTES_MAX // 32)
+
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD)
+        for seq in range(1, 41):
+            sent.pause()
+            it.tell(sent, piece, frame_headers(DATA, seq))
+            await wait_all_tasks_blocked()
+            sent.resume()
+            await wait_all_tasks_blocked()
+
+        assert asked.body == piece * 40
+        assert asked.ends == 0
+
+
 #### Silence
 
 
@@ -711,6 +728,22 @@ async def test_heartbeats_keep_a_silent_engine_alive(autojump_clock: MockClock) 
         await it.frames(sent, HEAD, DATA, DONE, first=100)
 
         assert asked.told == ["connected", 200, "body", "end"]
+
+
+@pytest.mark.parametrize("kinds", [(DATA,), (DATA, DATA), (DATA, HEARTBEAT), (HEARTBEAT, DATA)])
+async def test_whatever_comes_is_no_silence(
+    autojump_clock: MockClock, kinds: tuple[str, ...]
+) -> None:
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD)
+
+        for turn in range(20):
+            await it.frames(sent, *kinds, first=1 + turn * len(kinds))
+            await trio.sleep(HEARTBEAT_LOST_SECONDS / 3)
+
+        assert asked.ends == 0
+        sent.close()
 
 
 async def test_a_peer_without_heartbeats_may_be_silent(autojump_clock: MockClock) -> None:
@@ -828,6 +861,23 @@ async def test_numbers_show_that_nothing_was_lost(autojump_clock: MockClock, how
 
 
 @pytest.mark.parametrize("how", WAYS)
+async def test_the_next_heartbeat_is_waited_for(autojump_clock: MockClock, how: str) -> None:
+    """An agent that has lost nothing says so within its rhythm, and its engine may be silent."""
+    async with world() as it:
+        asked, sent = await it.begin()
+        await it.frames(sent, HEAD, DATA)
+        await trio.sleep(HEARTBEAT_LOST_SECONDS - 0.5)  # it is about to be looked at
+        await it.frames(sent, DATA, first=2)
+        await lose_connection(it, how)
+        await trio.sleep(HEARTBEAT_SECONDS - 0.1)
+        await it.frames(sent, HEARTBEAT, first=3)
+        await trio.sleep(HEARTBEAT_SECONDS)
+        await it.frames(sent, HEARTBEAT, DONE, first=4)
+
+        assert asked.told == ["connected", 200, "body", "end"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 async def test_numbers_show_what_was_lost(autojump_clock: MockClock, how: str) -> None:
     async with world() as it:
         asked, sent = await it.begin()
@@ -920,6 +970,24 @@ async def test_a_request_waits_for_the_broker(autojump_clock: MockClock) -> None
         assert early == []
         assert asked.told == ["connected", 200, "body", "end"]
         assert len(it.requests) == 1
+
+
+async def test_a_request_goes_out_as_soon_as_its_agent_is_back_as_well(
+    autojump_clock: MockClock,
+) -> None:
+    async with world() as it:
+        it.server.cut(it.near)
+        it.server.cut(it.far)
+        await trio.sleep(1.0)
+        it.server.mend(it.near)
+        asked, sent = await it.begin()
+        await trio.sleep(1.0)
+        it.server.mend(it.far)
+        await trio.sleep(0.5)
+
+        assert asked.told == []
+        assert len(it.requests) == 1
+        sent.close()
 
 
 async def test_a_request_does_not_wait_for_ever(autojump_clock: MockClock) -> None:
@@ -1279,6 +1347,30 @@ async def test_probes_of_who_is_not_there_are_refused_and_not_stored(
         await wait_all_tasks_blocked()
         assert len(it.server.streams[NAMES.stream].stored) == began + 1
         probe.close()
+
+
+async def test_every_absence_counts_from_its_own_beginning(autojump_clock: MockClock) -> None:
+    """An agent between two connections takes what is stored for it, also the second time."""
+    async with world(is_there=False, pending_max=5) as it:
+        Queue(it).consume()
+        for _ in range(2):
+            asked, sent = await it.begin()
+            away, back = Asked(), Asked()
+            it.line.send(b"GET", b"/health", b"", b"", away)
+            await wait_all_tasks_blocked()
+            assert away.told == ["unreachable"]
+            assert asked.told == []
+            sent.close()
+
+            listening = it.far.subscribe(
+                NAMES.cancel(WORKER), lambda _: None, on_lost=lambda _: None
+            )
+            probe = it.line.send(b"GET", b"/health", b"", b"", back)
+            await wait_all_tasks_blocked()
+            assert back.told == []
+            probe.close()
+            listening.close()
+            await trio.sleep(60)
 
 
 async def test_a_queued_request_above_the_limit_is_not_stored(autojump_clock: MockClock) -> None:

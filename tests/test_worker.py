@@ -117,6 +117,15 @@ def test_a_learned_engine_fills_in_auto_and_never_overrules_the_operator(fleet: 
     assert auto.context_length == 2048
 
 
+def test_what_an_engine_says_after_a_restart_counts(fleet: Fleet) -> None:
+    worker = fleet.add(WorkerSpec.of("http://127.0.0.1:1"))
+
+    for models, context_length in ((("a", "b"), 2048), (("b",), 1024), (("b",), None)):
+        worker.learn(Knowledge("vllm", models, context_length=context_length))
+
+        assert (worker.models, worker.context_length) == (models, context_length)
+
+
 def test_only_ready_workers_of_the_role_and_model_are_candidates(fleet: Fleet) -> None:
     w1 = join(fleet, "w1", models="a b")
     w2 = join(fleet, "w2", models="b")

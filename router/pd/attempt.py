@@ -263,9 +263,8 @@ class PairAttempt:
         leg = self.exchange.leg
         if leg is None or leg.state is not LegState.ANSWERING:
             return False
-        leg.has_rest = True  # of the answer itself nothing is missing
-        leg.has_rest = self.exchange.survives(leg, "completed")
-        return leg.has_rest
+        leg.has_rest = True  # it waits for a prefill that will not come
+        return self.exchange.survives(leg, "completed")
 
     def _fail(self, verdict: Verdict) -> None:
         ticket = self.exchange.ticket

@@ -223,6 +223,18 @@ def test_heartbeats_fill_every_silence() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("accept", [ASK_ALL, f"{ASK_ALL},still"])
+def test_what_flows_needs_no_heartbeat(accept: str) -> None:
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(100, accept=accept)
+        await asked.wait_over()
+
+        # The first says that the request is there.
+        assert [each.kind for each in asked.frames].count("heartbeat") + len(asked.beats) <= 1
+
+    play(story)
+
+
 @pytest.mark.parametrize("accept", ["", ASK_ALL])
 @pytest.mark.parametrize("fault", ["hang", "hang,at=head", "hang,after_events=3"])
 def test_a_silent_engine_is_given_up_after_the_idle_timeout(fault: str, accept: str) -> None:
@@ -448,6 +460,22 @@ def test_a_last_frame_waits_for_a_broker_that_takes_no_more(
         assert asked.ending == "error"
 
     play(story, is_lossy=True)
+
+
+def test_a_last_frame_that_may_be_lost_is_said_again_and_no_older_one() -> None:
+    async def story(stage: Stage) -> None:
+        old, recent = stage.ask(2), stage.ask(2, fault="delay,first_token=30")
+        await recent.wait_over()
+        stage.server.cut(stage.broker)
+        await trio.sleep(1.0)
+        stage.server.mend(stage.broker)
+        await trio.sleep(10.0)
+
+        ends = [each for each in stage.server.published if each.headers.get("rs-type") == "done"]
+        assert [each.subject for each in ends].count(old.inbox) == 1
+        assert [each.subject for each in ends].count(recent.inbox) > 1
+
+    play(story)
 
 
 @pytest.mark.parametrize("accept", ["", ASK_ALL])

@@ -99,6 +99,24 @@ def test_a_router_that_was_cut_off_gets_the_answer_it_waits_for(seconds: float) 
     play(story, is_lossy=True)
 
 
+def test_a_router_that_is_cut_off_now_and_then_is_never_gone() -> None:
+    """Each time for less than would be believed; all of them together are more."""
+
+    async def story(stage: Stage) -> None:
+        asked = stage.ask(4, accept=NEW, fault="delay,first_token=100")
+        for _ in range(3):
+            await trio.sleep(3.0)
+            asked.frames.clear()
+            asked.vanish()
+            await trio.sleep(ABSENT_SECONDS / 2)
+            asked = _listen(stage, asked)
+        await asked.wait_over()
+
+        assert asked.ending == "done"
+
+    play(story, is_lossy=True)
+
+
 def test_an_old_router_that_was_cut_off_is_told_of_the_hole_it_cannot_see() -> None:
     async def story(stage: Stage) -> None:
         asked = stage.ask(100, accept="")

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from router.agent.app import Agent
 from router.agent.draining import LINGER_SECONDS
-from router.agent.presence import ANSWER_SECONDS, ASK_SECONDS
+from router.agent.presence import ANSWER_SECONDS, ASK_SECONDS, GONE_SECONDS
 from tests.agents import ID, NAMES, Stage, play
 from tests.memory_broker import MemoryBroker
 
@@ -103,13 +103,14 @@ def test_an_agent_waits_for_its_predecessor_to_drain() -> None:
     play(story)
 
 
-def test_two_that_meet_later_complain_once_and_spare_the_other_s_entry() -> None:
+@pytest.mark.parametrize("later", [0.0, 1.0, 2.5, 4.0])
+def test_two_that_meet_later_complain_once_and_spare_the_other_s_entry(later: float) -> None:
     """They started on two sides of a broken network."""
 
     async def story(stage: Stage) -> None:
         stage.server.lose(NAMES.agent(ID), times=2)
         second = start_second(stage)
-        await trio.sleep(4 * ASK_SECONDS)
+        await trio.sleep(4 * ASK_SECONDS + later)
         assert second.agent.listening.is_set()
         assert len(said(stage, "two agents have one id")) == 2  # once each; they share a log
         second.agent.ask_to_stop()
@@ -124,6 +125,24 @@ def test_two_that_meet_later_complain_once_and_spare_the_other_s_entry() -> None
         await trio.sleep(0.1)
 
         assert stage.entry is None
+
+    play(story)
+
+
+def test_an_entry_is_not_left_to_one_that_has_gone_without_a_word() -> None:
+    async def story(stage: Stage) -> None:
+        stage.server.lose(NAMES.agent(ID), times=2)
+        second = start_second(stage)
+        await trio.sleep(4 * ASK_SECONDS)
+        assert stage.agent.presence.is_shared
+        stage.server.cut(second.broker)
+        await trio.sleep(GONE_SECONDS + ASK_SECONDS)
+        stage.agent.ask_to_stop()
+        await stage.wait_stopped()
+
+        assert stage.entry is None
+        second.agent.ask_to_stop()
+        await second.ended.wait()
 
     play(story)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 
+from router.wires.nats.broker import BrokerError
 from router.wires.nats.entries import RENEW_SECONDS, TTL_SECONDS
 from tests.agents import KEY, NAMES, Stage, play
+from tests.memory_broker import MemoryBucket
 
 
 def expiry(stage: Stage) -> float:
@@ -89,6 +91,25 @@ def test_an_ill_engine_is_taken_out_and_put_back(fault: str) -> None:
         assert stage.entry is not None
 
     play(story)
+
+
+def test_an_entry_that_may_stand_there_is_taken_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = MemoryBucket.put
+
+    async def put_without_an_answer(bucket: MemoryBucket, key: str, value: bytes) -> None:
+        await put(bucket, key, value)
+        raise BrokerError("no answer in time")
+
+    async def story(stage: Stage) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryBucket, "put", put_without_an_answer)
+            stage.engine.clear_faults()
+            await stage.reach(lambda: stage.entry is not None)
+            assert not stage.agent.registration.registered.is_set()
+            stage.engine.add_faults("now:server_dies")
+            await stage.reach(lambda: stage.entry is None, TTL_SECONDS - 1.0)
+
+    play(story, faults="path=/health:status,code=503", settings={"health_check_interval_secs": 1.0})
 
 
 def test_a_dead_engine_is_noticed_by_its_requests_before_its_probes() -> None:

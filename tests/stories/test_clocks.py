@@ -192,6 +192,20 @@ def test_a_silent_stream_of_a_worker_that_is_gone_is_lost() -> None:
     assert outcome.one.ended_at < 10
 
 
+def test_a_silent_stream_is_lost_soon_after_its_worker_has_gone() -> None:
+    """It is looked at again and again, however long its worker was well."""
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults="pause,after_events=6,seconds=300"), Engine()),
+            settings={"suspect_idle_secs": 3.0, "stream_idle_timeout_secs": 200.0},
+            happenings=((20.3, "faults 0 now:sigterm_hang"),),
+        )
+    )
+
+    assert (outcome.one.ending, outcome.one.code) == ("cut", "upstream_broken")
+    assert 20.3 < outcome.one.ended_at < 22.5
+
+
 def test_a_silent_stream_of_a_worker_that_says_503_is_waited_for() -> None:
     pausing = "pause,after_events=6,seconds=40;path=/health,request=2..:status,code=503"
 

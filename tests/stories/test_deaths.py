@@ -118,3 +118,41 @@ def test_refused_ids_that_kill_an_engine_kill_one_stream_of_ours_only() -> None:
 
     assert outcome.got[0].status == 502
     assert outcome.got[1].ending == "clean"
+
+
+#### Whoever fails a request is looked at soon
+
+
+LOOKED_AT: dict[str, tuple[str, str, str]] = {
+    "refuses": ("http", "", "faults 0 now:refuse"),
+    "cuts": ("http", "cut", ""),
+    "cuts in mid-stream": ("http", "cut,after_events=4", ""),
+    "is silent": ("http", "hang", ""),
+    "is silent in mid-stream": ("http", "hang,after_events=4", ""),
+    "is absent": ("nats", "", "leave 0"),
+}
+
+
+@pytest.mark.parametrize("way", LOOKED_AT)
+def test_whoever_fails_a_request_is_looked_at_soon(way: str) -> None:
+    """Whoever comes next should not have to find out as well."""
+    wire, fault, happening = LOOKED_AT[way]
+    ill = "path=/health,request=2..:status,code=503"
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults=f"{fault};{ill}", wire=wire), Engine()),
+            clients=(Client(at=1.0, tokens=20),),
+            settings={
+                "health_check_interval_secs": 900.0,
+                "health_failure_threshold": 1,
+                "suspect_idle_secs": 0.0,
+                "first_token_timeout_secs": 5.0,
+                "stream_idle_timeout_secs": 5.0,
+            },
+            happenings=((0.5, happening),) if happening else (),
+            looks=(0.9, 12.0),
+        )
+    )
+
+    assert [look.workers["w0"] for look in outcome.looks] == ["ready", "unhealthy"]

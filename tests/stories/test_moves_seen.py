@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.moves import CUT, PLAIN, completion, is_told, is_whole, lose, more
@@ -43,6 +45,24 @@ def test_a_move_is_one_line_in_the_log() -> None:
     assert line["gap_seconds"] == pytest.approx(1.1)
     assert (request["attempts"], request["worker"], request["state"]) == (2, "w1", "finished")
     assert (request["prompt_tokens"], request["completion_tokens"]) == (28, 10)
+
+
+def test_a_move_is_told_from_its_first_loss_on() -> None:
+    """However many were tried after it: what counts is how long the client had nothing, and why."""
+    outcome = lose(
+        "", Client(tokens=30), kinds="vllm vllm vllm", first_token_timeout_secs=4.0,
+        happenings=((0.0, "faults 1 request=1:hang,after_events=1"), (1.35, "drain 0 0")),
+    )  # fmt: skip
+
+    (line,) = log_of(outcome, "moved")
+    moments = [moment for moment, _ in outcome.one.pieces]
+    gap = max(after - before for before, after in pairwise(moments))
+    shown = {name: line[name] for name in ("source", "target", "reason")}
+    assert shown == {"source": "w0", "target": "w2", "reason": "worker_draining"}
+    assert gap > 5  # w1 has four seconds, and w2 needs one
+    assert line["gap_seconds"] == pytest.approx(gap)
+    assert outcome.count("baton_migration_gap_seconds_sum") == pytest.approx(gap)
+    assert outcome.moves == {"worker_draining exact": 1}
 
 
 @pytest.mark.parametrize(

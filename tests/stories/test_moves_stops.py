@@ -19,15 +19,23 @@ FIELDS: dict[str, object] = {
 }
 
 
-def run(stop: str | None, *, faults: str = "", second: str = "") -> Outcome:
+def run(
+    stop: str | None,
+    *,
+    faults: str = "",
+    tokens: int = 24,
+    merged: int = 6,
+    looks: tuple[float, ...] = (),
+) -> Outcome:
     """One completion; where the first engine is cut, another that merges tokens goes on."""
     extra = FIELDS if stop is None else FIELDS | {"stop": [stop]}
-    client = Client(tokens=24, chat=False, extra=extra)
-    merging = Engine(tokens_per_chunk=6, faults=second)
+    client = Client(tokens=tokens, chat=False, extra=extra)
+    merging = Engine(tokens_per_chunk=merged)
     plan = Plan(
-        engines=(Engine(faults=faults), merging, Engine(tokens_per_chunk=6)),
+        engines=(Engine(faults=faults), merging, merging),
         clients=(client,),
         settings={"migration_limit": 1, "policy": "round_robin"},
+        looks=looks,
     )
     return simulate(plan)
 
@@ -45,3 +53,20 @@ def test_tokens_after_the_stop_string_are_not_told(cut: int) -> None:
     assert moved.one.ids == whole.one.ids
     assert moved.one.usages == whole.one.usages
     assert moved.asked(1)[0].get("include_stop_str_in_output") is True
+
+
+@pytest.mark.parametrize("merged", [1, 6])
+def test_the_engine_that_would_go_on_is_freed_at_once(merged: int) -> None:
+    """What it sees of the stop string is no more than its second half."""
+    text = run(None).one.text
+    stop = text[len(text) // 2 - 12 : len(text) // 2 + 12]
+    fault = "request=1:cut,after_events=10"
+    ended_at = run(stop, faults=fault, tokens=400, merged=merged).one.ended_at
+
+    outcome = run(
+        stop, faults=fault, tokens=400, merged=merged, looks=(ended_at - 0.05, ended_at + 0.05)
+    )
+
+    assert is_whole(outcome)
+    assert outcome.one.finish == "stop"
+    assert [look.running for look in outcome.looks] == [[0, 1, 0], [0, 0, 0]]

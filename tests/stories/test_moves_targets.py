@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from tests.moves import CUT, LONG, PLAIN, is_told, is_whole, lose, more
@@ -107,6 +108,46 @@ def test_one_whose_context_is_too_short_is_passed_over() -> None:
     assert outcome.asked(1) == []
 
 
+def test_one_that_is_passed_over_keeps_its_turn_to_prove_itself() -> None:
+    """Its breaker lets one request through, and this was none."""
+    failing = Engine(context_length=32, faults="request=1:status,code=500")
+
+    outcome = simulate(
+        Plan(
+            engines=(failing, Engine(faults="request=2:cut,after_events=4")),
+            clients=(Client(tokens=1), Client(at=5.0, tokens=20), Client(at=7.0, tokens=1)),
+            settings={
+                "migration_limit": 1, "policy": "round_robin", "breaker_failure_threshold": 1,
+                "breaker_cooldown_secs": 6.0,
+            },
+            looks=(6.5,),
+        )
+    )  # fmt: skip
+
+    assert [got.ending for got in outcome.got] == ["clean", "cut", "clean"]
+    assert outcome.look.breakers == {"w0": "half_open", "w1": "open"}
+    assert outcome.sum("baton_breaker_overridden_total") == 0
+
+
+def test_after_a_restart_it_is_the_new_first_ones_context_that_counts() -> None:
+    small, middle, large = (Engine(context_length=length) for length in (49, 60, 100))
+    first = Engine(context_length=49, faults="request=1:cut,after_events=1")
+    second = Engine(context_length=100, faults="request=1:cut,after_events=30")
+
+    outcome = simulate(
+        Plan(
+            engines=(first, second, small, middle, large),
+            clients=(attrs.evolve(ENDLESS, path="/v1/chat/completions"),),
+            settings={"migration_limit": 2, "policy": "round_robin"},
+        )
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken restart": 1, "stream_broken exact": 1}
+    assert [len(outcome.asked(number)) for number in range(5)] == [1, 1, 0, 0, 1]
+    assert outcome.one.usages[0]["total_tokens"] == 100
+
+
 #### The first one's context is full (case 88)
 
 
@@ -145,6 +186,23 @@ def test_one_that_tokenizes_otherwise_is_given_the_text() -> None:
     assert outcome.moves == {"stream_broken text": 1}
 
 
+def test_ids_go_to_nobody_who_tokenizes_otherwise_than_the_last() -> None:
+    late = "request=1:cut,after_events=20"
+    mute = Engine(faults=f"path=/tokenize:status,code=404;{late}")
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults=late), mute, Engine()),
+            clients=(Client(tokens=60),),
+            settings={"migration_limit": 2},
+            happenings=((0.0, "drain 2"), (4.0, "undrain 2")),
+        )
+    )
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 2}
+
+
 def test_an_engine_that_nobody_knows_goes_on_with_text_or_not_at_all() -> None:
     outcome = lose(client=Client(tokens=10), kinds="openai openai")
 
@@ -161,6 +219,18 @@ def test_a_refused_form_is_followed_by_the_other_once() -> None:
     assert is_whole(outcome)
     assert outcome.moves == {"stream_broken text": 1}
     assert len(outcome.asked(1)) == 2
+
+
+def test_what_one_move_was_refused_is_tried_in_the_next() -> None:
+    late = "request=1:cut,after_events=20"
+    faults = ((0.0, "faults 1 request=1:status,code=400"), (0.0, f"faults 2 {late}"))
+
+    outcome = lose(
+        late, Client(tokens=60), kinds="vllm vllm vllm", limit=2, happenings=faults
+    )  # fmt: skip
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken text": 1, "stream_broken exact": 1}
 
 
 @pytest.mark.parametrize("fault", ["status,code=400", "status,code=422", "error_event,code=400"])
@@ -241,6 +311,18 @@ def test_a_request_that_kills_two_workers_is_given_no_third(death: str) -> None:
     assert is_told(outcome)
     assert outcome.stuck == {"suspect": 1}
     assert outcome.asked(2) == outcome.asked(3) == []
+
+
+def test_it_is_the_tokens_of_the_one_that_died_that_count() -> None:
+    """However long the stream was before."""
+    late, early = (f"request=1:cut,after_events={count}" for count in (20, 5))
+    faults = tuple((0.0, f"faults {number} {early}") for number in (1, 2, 3))
+
+    outcome = lose(late, Client(tokens=60), kinds="vllm " * 5, limit=9, happenings=faults)
+
+    assert is_told(outcome)
+    assert outcome.stuck == {"suspect": 1}
+    assert [len(outcome.asked(number)) for number in range(5)] == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("death", ["cut", "cut,at=head", "cut,after_events=1", "error_event"])
@@ -345,12 +427,21 @@ def test_a_second_drain_moves_nothing_again() -> None:
     assert outcome.moves == {"worker_draining exact": 1}
 
 
-@pytest.mark.parametrize("again", [("drain 0 20",), ("undrain 0", "drain 0 20"), ("undrain 0",)])
+@pytest.mark.parametrize(
+    "again",
+    [
+        ("drain 0 20",),
+        ("undrain 0", "drain 0 20"),
+        ("undrain 0",),
+        ("undrain 0", "drain 0"),  # by its agent, which has a window of its own
+    ],
+)
 def test_a_window_ends_with_its_drain_and_with_the_next_one(again: tuple[str, ...]) -> None:
     """The chart says so: asked again, the new window replaces the old one."""
+    later = tuple((2.0 + 0.1 * turn, each) for turn, each in enumerate(again))
+
     outcome = lose(
-        "", Client(tokens=30), happenings=((1.5, "drain 0 1"), *((2.0, each) for each in again)),
-        looks=(2.6,),
+        "", Client(tokens=30), happenings=((1.5, "drain 0 1"), *later), looks=(2.6,)
     )  # fmt: skip
 
     assert is_whole(outcome)
@@ -381,3 +472,23 @@ def test_many_that_move_at_once_are_spread_over_a_moment() -> None:
     assert sum(outcome.moves.values()) == len(moved) == 40
     assert 0 < max(moved) - min(moved) <= 1.0
     assert len(set(moved)) > 20
+
+
+def test_one_that_moves_after_a_crowd_is_not_held_up() -> None:
+    crowd = tuple(Client(tokens=30) for _ in range(120))
+    drains = tuple((22.0 + number, f"drain {number} 0") for number in range(2))
+
+    outcome = simulate(
+        Plan(
+            engines=(Engine(), Engine(), Engine()),
+            clients=(*crowd, Client(at=20.0, tokens=60)),
+            settings={"migration_limit": 2},
+            happenings=((2.0, "faults 0 now:server_dies,restart_after=3"), *drains),
+        )
+    )
+
+    last = max(outcome.tickets, key=lambda ticket: ticket.started_at)
+    left = [moment for moment, edge in last.history if edge.fact == "handed_back"]
+    went = [moment for moment, edge in last.history if edge.source.value == "migrating"]
+    assert left
+    assert left == went

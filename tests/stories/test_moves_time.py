@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from tests.moves import CUT, LONG, PLAIN, completion, is_told, is_whole, lose, more
@@ -96,6 +97,21 @@ def test_a_client_that_leaves_while_a_worker_is_asked_ends_the_asking(way: str) 
     assert outcome.tickets[0].state.value == "abandoned"
     assert outcome.stuck == {}
     assert outcome.asked(1) == []
+
+
+def test_nothing_more_is_asked_for_a_request_that_is_over() -> None:
+    def questions(client: Client, timeout: float = 60.0) -> int:
+        outcome = lose(
+            "request=1:cut,after_events=6", attrs.evolve(client, extra=HELD),
+            happenings=((0.0, "faults 1 path=/detokenize:delay,head=1"),),
+            request_timeout_secs=timeout,
+        )  # fmt: skip
+        return [each.path for each in outcome.work(1)].count("/detokenize")
+
+    assert questions(PLAIN) > 1
+    for client in (Client(leaves_at=2.0), Client(resets_at=2.0)):
+        assert questions(client) == 1
+    assert questions(PLAIN, timeout=2.0) == 1
 
 
 def test_a_stop_of_the_router_is_no_failed_move() -> None:

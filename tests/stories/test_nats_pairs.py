@@ -96,3 +96,39 @@ def test_decode_is_cancelled_where_its_prefill_is_not_there(stream: bool) -> Non
     for worker, role in (("w0", "prefill"), ("w1", "decode")):
         labels = {"worker": worker, "role": role, "outcome": "cancelled"}
         assert outcome.count("baton_worker_requests_total", **labels) == 1
+
+
+#### What is lost on its way
+
+
+def lose_a_frame(kind: str, *, pairs: int) -> Outcome:
+    """The first word of a prefill is lost, while another request is with the next pair."""
+    clients = (Client(at=1.2, tokens=4), Client(at=1.3, tokens=4))
+    return simulate(
+        Plan(
+            engines=tuple(
+                Engine(kind=kind, role=role) for role in ("prefill", "decode") for _ in range(pairs)
+            ),
+            clients=clients[:pairs],
+            settings={"pd_max_retries": 1},
+            happenings=((1.199, "lose 0"),),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefill_whose_answer_was_lost_is_asked_again(kind: str) -> None:
+    """Nobody is to blame, and there is no other."""
+    outcome = lose_a_frame(kind, pairs=1)
+
+    assert (outcome.one.status, outcome.one.ending) == (200, "clean")
+    assert outcome.facts[:3] == ["admitted", "prefill_failed", "admitted"]
+    assert len(outcome.asked(0)) == 2
+
+
+def test_a_pair_that_has_lost_nothing_comes_first() -> None:
+    """Also where it has more to do."""
+    outcome = lose_a_frame("vllm", pairs=2)
+
+    assert [(got.status, got.ending) for got in outcome.got] == [(200, "clean")] * 2
+    assert [len(outcome.asked(number)) for number in range(2)] == [1, 2]

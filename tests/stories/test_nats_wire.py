@@ -94,6 +94,21 @@ def test_nothing_is_promised_without_another_candidate_and_a_move(
     assert [each["migratable"] for each in requests(outcome, 0)] == [promise]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "other", "promise"),
+    [("text", "", True), ([5, 6], "", True), ("text", "mute", True), ([5, 6], "mute", False)],
+)
+def test_what_only_ids_can_carry_is_not_promised_where_tokens_differ(
+    prompt: object, other: str, promise: bool
+) -> None:
+    fault = "path=/tokenize:status,code=404" if other == "mute" else ""
+    client = Client(tokens=2, chat=False, extra={"prompt": prompt})
+
+    outcome = run(NEW, Engine(wire="nats", faults=fault), clients=(client,))
+
+    assert [each["migratable"] for each in requests(outcome, 0)] == [promise]
+
+
 def test_what_is_no_stream_is_no_matter_of_promises() -> None:
     outcome = run(clients=(Client(stream=False),))
 
@@ -113,15 +128,17 @@ def test_the_last_leg_is_not_promised(limit: int, engines: int, promises: list[b
     assert asked == promises
 
 
-def test_of_a_pair_only_decode_is_promised() -> None:
+@pytest.mark.parametrize(("others", "promise"), [(1, True), (0, False)])
+def test_of_a_pair_only_decode_is_promised_if_there_is_another(others: int, promise: bool) -> None:
     prefills = tuple(Engine(kind="sglang", role="prefill", wire="nats") for _ in range(2))
-    decodes = tuple(Engine(kind="sglang", role="decode", wire="nats") for _ in range(2))
+    decode = Engine(kind="sglang", role="decode", wire="nats")
 
-    outcome = run(*prefills, *decodes, pd_max_retries=1)
+    outcome = run(*prefills, *[decode] * (1 + others), pd_max_retries=1)
 
-    asked = [each["migratable"] for number in range(4) for each in requests(outcome, number)]
+    count = len(outcome.engines)
+    asked = [each["migratable"] for number in range(count) for each in requests(outcome, number)]
     assert outcome.one.ending == "clean"
-    assert asked == [False, True]
+    assert asked == [False, promise]
 
 
 #### Drains
@@ -274,6 +291,16 @@ def test_whichever_frame_is_lost_no_wrong_answer_comes_of_it(stream: bool, limit
         assert outcome.count("baton_breaker_state", worker="w0", state="open") == 0
 
 
+def test_a_way_that_loses_something_now_and_then_stays_a_way() -> None:
+    """Three losses in a row are too many; with content in between they are none."""
+    losses = tuple((2.05 + 3.0 * turn, "lose 0") for turn in range(5))
+
+    outcome = run(NEW, clients=(Client(tokens=120),), limit=9, happenings=losses)
+
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 5}
+
+
 @pytest.mark.parametrize("engine", [NEW, OLD])
 def test_where_messages_were_dropped_only_streams_without_numbers_break(engine: Engine) -> None:
     others = Client(at=0.6, tokens=1)
@@ -400,6 +427,21 @@ def test_a_stream_that_has_lost_nothing_goes_on() -> None:
 
     assert is_whole(outcome)
     assert outcome.moves == {}
+
+
+def test_an_outage_that_a_stream_has_survived_excuses_no_later_silence() -> None:
+    pausing = Engine(wire="nats", faults="pause,after_events=5,seconds=4;hang,after_events=9")
+
+    outcome = run(
+        pausing,
+        limit=0,
+        happenings=((3.6, "cut"), (3.8, "mend")),
+        stream_idle_timeout_secs=6.0,
+        suspect_idle_secs=0.0,
+    )
+
+    assert (outcome.one.ending, outcome.one.code) == ("cut", "stream_idle_timeout")
+    assert outcome.one.pieces[-2][0] > 5
 
 
 def test_requests_wait_for_a_broker_that_is_away_for_a_moment() -> None:
@@ -556,6 +598,8 @@ def test_a_continuation_that_fits_in_no_form_is_told() -> None:
     )
 
     assert is_told(outcome)
+    # What was too large is not what this client wrote.
+    assert outcome.got[0].code == "upstream_broken"
     assert outcome.got[1].status == 200
 
 
@@ -641,6 +685,48 @@ def test_streams_move_from_wire_to_wire(first: Engine, second: Engine) -> None:
 
     assert is_whole(outcome)
     assert sum(outcome.moves.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("nats_req_idle_timeout", "stream_idle_timeout"),
+        ("nats_req_max_duration", "request_timeout"),
+    ],
+)
+@pytest.mark.parametrize("wires", ["http nats", "nats http"])
+def test_the_deadlines_are_those_of_the_wire_that_is_used(
+    wires: str, setting: str, code: str
+) -> None:
+    first, second = wires.split()
+    failing = Engine(wire=first, faults="request=1:status,code=500")
+    silent = Engine(wire=second, faults="pause,after_events=6,seconds=8")
+    settings: dict[str, object] = {"suspect_idle_secs": 0.0, setting: 5.0}
+
+    outcome = run(failing, silent, limit=0, **settings)  # type: ignore[arg-type]  # one of the table
+
+    assert outcome.tickets[0].attempts == 2
+    if second == "http":
+        assert outcome.one.ending == "clean"
+    else:
+        assert (outcome.one.ending, outcome.one.code) == ("cut", code)
+
+
+def test_the_shortest_deadline_of_nats_holds_on_a_kept_connection() -> None:
+    """That would have been looked at again much later, as idle."""
+    clients = (Client(tokens=2, then=(Client(at=10.0),)),)
+    seconds = {f"{name}_timeout_secs": 300.0 for name in ("request", "first_token", "stream_idle")}
+
+    outcome = run(
+        Engine(wire="nats", faults="request=2:hang"),
+        clients=clients,
+        nats_req_max_duration=3.0,
+        suspect_idle_secs=0.0,
+        **seconds,  # type: ignore[arg-type]  # named above
+    )
+
+    assert outcome.got[1].code == "request_timeout"
+    assert outcome.got[1].ended_at == 13.0
 
 
 def test_a_body_travels_as_the_client_wrote_it() -> None:

@@ -154,6 +154,9 @@ def test_a_finish_that_was_delivered_is_not_taken_back(prefill: str) -> None:
     assert result.one.ended_at == pytest.approx(3)
     assert (result.state, result.facts[-1]) == ("finished", "lost_after_end")
     assert (result.rows("d0"), result.streams("d0")) == (["success"], ["ok"])
+    # Decode still waits for its prefill, and is told at once that nobody waits for it.
+    assert result.d.left_at == [pytest.approx(3)]
+    assert [abort["rid"] for abort, _ in result.d.aborts] == [result.d.bodies[0]["rid"]]
 
 
 def test_one_finish_of_two_can_still_be_lost() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.pairs import Half, Result, run
-from tests.plans import Client
+from tests.plans import Client, Engine, Plan
+from tests.simulate import simulate
 
 SLOW = "head@9,token@9,done@9"
 
@@ -59,6 +60,24 @@ def test_a_stopped_router_lets_prefills_end_within_its_window(protocol: str) -> 
     assert result.p.left_at == ([pytest.approx(2)] if is_serial else [])
     assert result.rows("p0") == ["cancelled" if is_serial else "success"]
     assert result.stopped_at == pytest.approx(3 if is_serial else 20, abs=0.2)
+
+
+def test_a_prefill_that_breaks_off_is_looked_at_soon() -> None:
+    """Whoever comes next should not have to find out as well."""
+
+    def probes(fault: str) -> int:
+        outcome = simulate(
+            Plan(
+                engines=(
+                    Engine(kind="sglang", role="prefill", options="engine=sglang", faults=fault),
+                    Engine(kind="sglang", role="decode", options="engine=sglang"),
+                ),
+                settings={"health_check_interval_secs": 900.0},
+            )
+        )
+        return [each.path for each in outcome.engines[0].requests].count("/health")
+
+    assert probes("cut") == probes("") + 1
 
 
 def test_it_waits_no_longer_than_its_window() -> None:

@@ -7,6 +7,7 @@ caches: with a wrong hand-off they write a wrong text, which every run is checke
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from attrs import frozen
 
@@ -105,6 +106,20 @@ def test_s1_a_prefill_that_stays_silent(clock: str, stream: bool) -> None:
     assert result.one.status == 504
     assert not result.d.bodies
     assert len(result.p.left_at) == 1
+
+
+def test_s1_a_silent_prefill_is_given_up_soon_after_it_has_gone() -> None:
+    """It is looked at again and again, however long it was well."""
+    outcome = simulate(
+        Plan(
+            engines=(attrs.evolve(PREFILL, faults="hang"), DECODE),
+            settings={"suspect_idle_secs": 3.0, "first_token_timeout_secs": 200.0},
+            happenings=((20.3, "faults 0 now:sigterm_hang"),),
+        )
+    )
+
+    assert (outcome.one.status, outcome.one.code) == (502, "upstream_broken")
+    assert 20.3 < outcome.one.ended_at < 22.5
 
 
 MISSING = ["remote_block_ids", "remote_engine_id", "remote_host", "remote_port"]
