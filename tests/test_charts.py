@@ -6,12 +6,33 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, StrEnum
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
+import attrs
 import pytest
 from attrs import define, evolve, field
 
+from router.agent.proxied import Proxied
+from router.app import App
+from router.breaker import Breaker, Permit
+from router.config import Settings
+from router.legs import Leg
 from router.reference import blocks as reference_blocks
-from statemachines import CHARTS, LEG, REQUEST, Chart, Edge, IllegalTransition, MalformedChart
+from router.ticket import Ticket
+from router.worker import Fleet, Worker
+from router.workerspec import WorkerSpec
+from statemachines import (
+    CHARTS,
+    HANDBACK,
+    LEG,
+    REQUEST,
+    ROUTER,
+    WORKER,
+    Chart,
+    Edge,
+    IllegalTransition,
+    MalformedChart,
+)
 from statemachines.breaker import BREAKER
 from statemachines.chart import Everywhere, each, everywhere
 from statemachines.draw import arrows, dot, mermaid
@@ -555,3 +576,22 @@ def test_others_may_add_blocks(tmp_path: Path) -> None:
     write(tmp_path, {"flags": "--host\n"})
 
     assert document.read_text() == "<!-- generated: flags -->\n--host\n<!-- /generated -->\n"
+
+
+@pytest.mark.parametrize(
+    ("subject", "chart"),
+    [(App, ROUTER), (Breaker, BREAKER), (Proxied, HANDBACK), (Ticket, REQUEST), (Worker, WORKER)],
+)
+def test_subjects_begin_where_their_charts_do(subject: type, chart: Chart) -> None:
+    assert attrs.fields_dict(subject)["state"].default is chart.initial
+
+
+def test_legs_begin_where_their_chart_does() -> None:
+    worker = Fleet(Settings()).add(WorkerSpec.of("http://127.0.0.1:1"))
+
+    leg = Leg(
+        id="1", worker=worker, role="mixed", permit=Permit(worker.breaker, 0),
+        owner=Mock(), observer=Mock(), listeners=(), now=0.0,
+    )  # fmt: skip
+
+    assert leg.state is LEG.initial

@@ -182,7 +182,7 @@ def test_the_command_prints_the_example(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "sentence", "listed"),
     [
-        (["no such promise"], "no promise has the words 'no such promise'; there are", 236),
+        (["no such promise"], "no promise has the words 'no such promise'; there are", 237),
         (
             ["a request finishes"],
             "several promises have the words 'a request finishes'; write out one of",

@@ -223,6 +223,12 @@ def with_a_scope_grown(chart: Chart) -> Iterator[Mutant]:
             yield f"{scope} with {state.value}", partial(evolve, chart, scopes=more)
 
 
+def with_another_begin(chart: Chart) -> Iterator[Mutant]:
+    for state in chart.open:
+        if state is not chart.initial:
+            yield f"begins as {state.value}", partial(evolve, chart, initial=state)
+
+
 MUTATIONS = (
     without_a_row,
     with_a_guard_negated,
@@ -230,6 +236,7 @@ MUTATIONS = (
     with_a_row_led_astray,
     with_a_scope_shrunk,
     with_a_scope_grown,
+    with_another_begin,
 )
 
 

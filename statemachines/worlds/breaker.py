@@ -28,7 +28,7 @@ VERDICTS = ("succeeded", "failed", "said_nothing")
 
 @frozen(cache_hash=True)
 class World:
-    state: Enum = S.CLOSED
+    state: Enum
     #: Failures in a row.
     failures: int = 0
     #: The cooldown is over; while a probe is out, the probe is overdue.
@@ -52,7 +52,7 @@ class _Breaker:
     def model(self) -> Model[World]:
         return Model(
             name="one breaker",
-            starts=(World(to_come=self.requests),),
+            starts=(World(self.chart.initial, to_come=self.requests),),
             steps=self.steps,
             is_over=lambda w: w.to_come == 0 and not w.permits,
             always=ALWAYS,

@@ -38,7 +38,7 @@ class Request(NamedTuple):
     The leg that it had here stays: who has lost a leg on this worker does not get it again.
     """
 
-    state: Enum = R.QUEUED
+    state: Enum
     leg: Enum | None = None
 
     @property
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 class World:
     #: There is another worker, which is ready.
     has_other: bool
-    worker: Enum = S.PROBING
+    worker: Enum
     #: In a row, up to the threshold.
     passes: int = 0
     failures: int = 0
@@ -94,10 +94,11 @@ def fleet(
     """The model of one worker and its requests, on these charts."""
     starts = tuple(
         World(
-            has_other=has_other,
+            has_other,
+            worker.initial,
             probes_to_come=probes,
             drains_to_come=drains,
-            requests=(Request(),) * requests,
+            requests=(Request(request.initial),) * requests,
         )
         for has_other in (False, True)
     )
@@ -185,10 +186,10 @@ class _Fleet:
 
     def choose(self, world: World, request: Request) -> Iterator[tuple[str, World]]:
         if world.worker is S.READY and request.leg is None:
-            here = request._replace(leg=L.CONNECTING)
+            here = request._replace(leg=self.leg.initial)
             begun = evolve(
                 _with(world, request, here),
-                load=world.load + (L.CONNECTING in self.leg.scopes["connection"]),
+                load=world.load + (self.leg.initial in self.leg.scopes["connection"]),
             )
             yield "begun here", self.told(begun, here, "admitted")
         if world.has_other:

@@ -26,7 +26,7 @@ ANY_MOMENT = ("cancel_came", "unheard", "overdue", "stop_came", "bug")
 
 @frozen(cache_hash=True)
 class World:
-    state: Enum = S.QUEUED
+    state: Enum
     is_migratable: bool = False
     #: The message is a request.
     is_whole: bool = True
@@ -72,7 +72,8 @@ class _Handback:
         )
 
     def starts(self) -> tuple[World, ...]:
-        plain = World(holds_engine=self.chart.initial in self.chart.scopes["engine"])
+        initial = self.chart.initial
+        plain = World(initial, holds_engine=initial in self.chart.scopes["engine"])
         return (
             plain,
             evolve(plain, is_migratable=True),

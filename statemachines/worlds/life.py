@@ -32,7 +32,7 @@ WORKERS = 3
 class World:
     retries: int
     moves: int
-    state: Enum = S.QUEUED
+    state: Enum
     leg: Enum | None = None
     #: The connection of the leg: what lives in the scope of its chart.
     is_connected: bool = False
@@ -97,7 +97,7 @@ def life(
 ) -> Model[World]:
     """The model of one request's life, on these charts, with budgets up to these."""
     budgets = itertools.product(range(retries + 1), range(moves + 1))
-    starts = tuple(World(retries=r, moves=m, untried=workers) for r, m in budgets)
+    starts = tuple(World(r, m, request.initial, untried=workers) for r, m in budgets)
     return _Life(request, leg, starts).model()
 
 
@@ -145,8 +145,8 @@ class _Life:
             sent = evolve(
                 world,
                 untried=world.untried - 1,
-                leg=L.CONNECTING,
-                is_connected=L.CONNECTING in self.leg.scopes["connection"],
+                leg=self.leg.initial,
+                is_connected=self.leg.initial in self.leg.scopes["connection"],
             )
             yield "worker chosen", self.told(sent, "admitted")
 

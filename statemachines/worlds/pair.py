@@ -37,7 +37,7 @@ class World:
     retries: int
     moves: int
     untried: int
-    state: Enum = S.QUEUED
+    state: Enum
     #: The legs of the current attempt, or of the last one once the request is over.
     prefill: Enum | None = None
     decode: Enum | None = None
@@ -95,7 +95,7 @@ def pair(
 ) -> Model[World]:
     """The model of one request on pairs, on these charts; budgets are retries, moves and pairs."""
     starts = tuple(
-        World(topology=topology, retries=retries, moves=moves, untried=pairs)
+        World(topology, retries, moves, pairs, request.initial)
         for topology in Topology
         for retries, moves, pairs in budgets
     )
@@ -146,8 +146,8 @@ class _Pair:
         sent = evolve(
             world,
             untried=world.untried - 1,
-            prefill=L.CONNECTING,
-            decode=L.CONNECTING if at_once else None,
+            prefill=self.leg.initial,
+            decode=self.leg.initial if at_once else None,
             decode_erred=False,
             prefill_absent=False,
             unbooked=world.unbooked + 1 + at_once,
@@ -160,7 +160,7 @@ class _Pair:
         if world.prefill is L.CONNECTING:
             yield "nobody is there for prefill", self.prefill_told(world, "let_go")
         if world.prefill is L.SUCCEEDED and world.decode is None:
-            sent = evolve(world, decode=L.CONNECTING, unbooked=world.unbooked + 1)
+            sent = evolve(world, decode=self.leg.initial, unbooked=world.unbooked + 1)
             yield "decode is sent", sent
 
     def prefill_told(self, world: World, fact: str) -> World:

@@ -19,7 +19,7 @@ SIGNALS = 2
 
 @frozen(cache_hash=True)
 class World:
-    state: Enum = S.STARTING
+    state: Enum
     requests: int = 0
     requests_to_come: int = REQUESTS
     signals_to_come: int = SIGNALS
@@ -59,6 +59,7 @@ class _Router:
     def start(self) -> World:
         scopes, initial = self.chart.scopes, self.chart.initial
         return World(
+            initial,
             requests_to_come=self.requests,
             runs=initial in scopes["router"],
             listens=initial in scopes["listening"],

@@ -57,7 +57,7 @@ def wire(
     without: Without = Without.NOTHING,
 ) -> Model[World]:
     """The model of one request, its router and its agents, on these charts."""
-    starts = tuple(World(*kind, faults=faults) for kind in kinds)
+    starts = tuple(World(*kind, request.initial, faults=faults) for kind in kinds)
     return _Wire(request, leg, handback, starts, tokens, without).model()
 
 
@@ -108,7 +108,8 @@ class _Wire:
             if world.agents == 0:
                 yield "nobody can take it", self.told(world, "refused")
                 return
-            sent = Attempt(is_movable=world.is_faithful and world.can_migrate, carried=world.tokens)
+            is_movable = world.is_faithful and world.can_migrate
+            sent = Attempt(self.leg.initial, is_movable, carried=world.tokens)
             asked = evolve(world, attempts=(*world.attempts, sent), agents=world.agents - 1)
             yield "request sent", self.told(asked, "admitted")
         elif self.without is not Without.SILENCE:

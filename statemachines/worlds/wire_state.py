@@ -9,7 +9,6 @@ from attrs import evolve, frozen
 from statemachines.handback import HANDBACK, LAST_FRAMES
 from statemachines.handback import HandbackState as H
 from statemachines.leg import LEG
-from statemachines.leg import LegState as L
 from statemachines.request import RequestState as S
 
 __all__ = [
@@ -45,7 +44,7 @@ class Without(StrEnum):
 class Attempt(NamedTuple):
     """One attempt, as its router, the wire and its agent have it."""
 
-    leg: Enum = L.CONNECTING
+    leg: Enum
     #: The router has promised to continue what is handed back.
     is_movable: bool = False
     #: Tokens that the client had when it was sent.
@@ -102,10 +101,10 @@ class World:
     is_faithful: bool
     #: That have not been asked.
     agents: int
+    state: Enum
     moves: int = 1
     retries: int = 1
     faults: int = FAULTS
-    state: Enum = S.QUEUED
     attempts: tuple[Attempt, ...] = ()
     #: Tokens that the client has.
     tokens: int = 0

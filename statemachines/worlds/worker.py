@@ -22,7 +22,7 @@ DRAINS = 2
 @frozen(cache_hash=True)
 class World:
     threshold: int
-    state: Enum = S.PROBING
+    state: Enum
     #: In a row, up to the threshold.
     passes: int = 0
     failures: int = 0
@@ -63,7 +63,8 @@ class _Worker:
 
     def start(self, threshold: int) -> World:
         return World(
-            threshold=threshold,
+            threshold,
+            self.chart.initial,
             probes_to_come=self.probes,
             drains_to_come=self.drains,
             is_probed=self.chart.initial in self.chart.scopes["probed"],
@@ -127,6 +128,7 @@ ALWAYS: Mapping[str, Callable[[World], bool]] = {
     "whoever is not gone is probed, and nobody else": lambda w: (
         w.is_probed is (w.state is not S.GONE)
     ),
+    "nobody drains who was not asked to": lambda w: w.state is not S.DRAINING or w.was_drained,
     "probing is what has not passed a probe": lambda w: (
         w.state is not S.PROBING or not w.ever_passed
     ),
