@@ -38,8 +38,6 @@ from statemachines.request import RequestState
 _RANK_HEADER = b"x-data-parallel-rank"
 #: The client has been given something of this attempt.
 _BEGUN = frozenset({RequestState.COMMITTED, RequestState.STREAMING, RequestState.POISONED})
-#: Nothing has been heard of the leg.
-_UNHEARD = frozenset({LegState.CONNECTING, LegState.WAITING})
 
 
 class Surroundings(Protocol):
@@ -181,7 +179,7 @@ class PairAttempt:
             ticket.tried |= {self.choice.prefill.worker, self.choice.decode.worker}
         self.places.release(self.exchange.now)
         if self.prefill is not None:
-            if fact == "deadline_passed" and self.prefill.leg.state in _UNHEARD:
+            if fact == "deadline_passed":
                 # Its own clock is as long and comes at once: it had all its time with decode.
                 self.prefill.was_silent = True
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent

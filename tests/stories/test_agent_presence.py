@@ -116,6 +116,7 @@ def test_two_that_meet_later_complain_once_and_spare_the_other_s_entry(later: fl
         second.agent.ask_to_stop()
         while not second.ended.is_set():  # all the time until then
             assert stage.entry is not None
+            assert stage.entry["state"] == "ready"
             await trio.sleep(0.05)
         asked = stage.ask(4)
         await asked.wait_over()

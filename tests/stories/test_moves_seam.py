@@ -252,6 +252,8 @@ def test_a_budget_that_is_spent_is_the_end(limit: int) -> None:
     assert outcome.asked(1) == []
     assert outcome.moves == outcome.stuck == {}
     assert outcome.count("baton_completed_locally_total", reason="budget_spent") == 1
+    assert outcome.count("baton_stream_outcome_total", worker="w0", outcome="ok") == 1
+    assert outcome.sum("baton_stream_outcome_total") == 1
 
 
 def test_a_spent_budget_needs_nobody_else() -> None:

@@ -109,6 +109,18 @@ def test_what_only_ids_can_carry_is_not_promised_where_tokens_differ(
     assert [each["migratable"] for each in requests(outcome, 0)] == [promise]
 
 
+@pytest.mark.parametrize(("longest", "promises"), [(999, [True, True]), (5, [True, False])])
+def test_what_is_too_long_is_not_promised_once_that_is_known(
+    longest: int, promises: list[bool]
+) -> None:
+    first = Engine(wire="nats", faults="request=1:cut,after_events=1")
+
+    outcome = run(first, NEW, NEW, limit=2, migration_max_tokens=longest)
+
+    asked = [each["migratable"] for number in range(3) for each in requests(outcome, number)]
+    assert asked == promises
+
+
 def test_what_is_no_stream_is_no_matter_of_promises() -> None:
     outcome = run(clients=(Client(stream=False),))
 

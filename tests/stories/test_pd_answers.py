@@ -101,6 +101,13 @@ def test_nothing_is_no_answer(script: str, client: Client, role: str) -> None:
     assert result.rows_of(role) == ["error"]
 
 
+def test_where_no_text_was_asked_for_nothing_may_be_the_answer() -> None:
+    result = ask("mixed", "204@2", Client(stream=False, path="/tokenize", raw_body=b"{}"))
+
+    assert (result.one.status, result.one.ending) == (204, "clean")
+    assert result.rows_of("mixed") == ["success"]
+
+
 #### Errors whose body hangs
 
 

@@ -131,7 +131,10 @@ def test_b4_prefill_that_nobody_reaches(stream: bool) -> None:
 @pytest.mark.parametrize(
     ("clock", "stream"), [("first_token", True), ("request", True), ("request", False)]
 )
-def test_b4_prefill_that_stays_silent(clock: str, stream: bool, schedule: int) -> None:
+@pytest.mark.parametrize("prefill", [UNANSWERED, "head@1"])
+def test_b4_prefill_that_stays_silent(
+    prefill: str, clock: str, stream: bool, schedule: int
+) -> None:
     """It is closed by its own clock only, which is the request's, from its own dispatch.
 
     Both clocks run out in one moment, and Trio's scheduler decides which of them is seen first.
@@ -139,7 +142,7 @@ def test_b4_prefill_that_stays_silent(clock: str, stream: bool, schedule: int) -
     settings = {"request_timeout_secs": 10.0} | {f"{clock}_timeout_secs": 3.0}
 
     result = run(
-        UNANSWERED,
+        prefill,
         UNANSWERED,
         Client(stream=stream),
         settings=settings,
