@@ -179,8 +179,8 @@ class PairAttempt:
             ticket.tried |= {self.choice.prefill.worker, self.choice.decode.worker}
         self.places.release(self.exchange.now)
         if self.prefill is not None:
-            if fact == "deadline_passed":
-                # Its own clock is as long and comes at once: it had all its time with decode.
+            if fact == "deadline_passed" and self.prefill.is_due(self.exchange.now):
+                # Its own clock comes at once, too: it had all its time with decode.
                 self.prefill.was_silent = True
             is_unmatched = self.around.cancels_unmatched and not self.watch.was_sent
             is_unsent = self.prefill.leg.upstream is None

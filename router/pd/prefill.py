@@ -41,6 +41,8 @@ _log = structlog.get_logger("baton")
 #: worker's, or three clients that leave early would open its breaker.
 _OF_A_LOST_DECODE = frozenset({"erred", "lied", "stalled"})
 _CONSEQUENCE = Verdict("let_go")
+#: Whose own deadline is no further away has had its time.
+DUE_SECONDS = 0.5
 
 
 class Waiting(Protocol):
@@ -120,6 +122,10 @@ class Prefill:
         #: What a callback has raised, for this leg's task to raise.
         self._bug: Exception | None = None
         self._waker = Waker()
+
+    def is_due(self, now: float) -> bool:
+        """Its own deadline has come, or comes in a moment."""
+        return now >= self.leg.sent_at + self._seconds - DUE_SECONDS
 
     async def live(self) -> None:
         """Wait for the end of the leg, or end it: by its own deadline, or with the router."""

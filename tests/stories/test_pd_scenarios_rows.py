@@ -158,6 +158,23 @@ def test_b4_prefill_that_stays_silent(
     assert len(result.d.aborts) == 1
 
 
+@pytest.mark.parametrize("prefill", [UNANSWERED, "head@1"])
+def test_b4_a_prefill_that_began_late_is_not_blamed_for_the_request_s_clock(prefill: str) -> None:
+    """Its decode went away with the request, two seconds after it had begun."""
+    result = play(
+        Pairs(
+            prefills=(Half("500@1"), Half(prefill)),
+            decodes=(Half(UNANSWERED), Half(UNANSWERED)),
+            clients=(Client(),),
+            settings={"request_timeout_secs": 3.0, "pd_max_retries": 1},
+            rest=20.0,
+        )
+    )
+
+    assert (result.one.status, result.one.code) == (504, "request_timeout")
+    assert (result.rows("p0"), result.rows("p1")) == (["error"], ["cancelled"])
+
+
 @STREAMED
 @pytest.mark.parametrize(
     ("decode", "status", "decode_streams"),
