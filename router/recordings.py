@@ -21,6 +21,8 @@ T = TypeVar("T")
 #: What lies beyond is no time of anything: the year 33658, or as many seconds before 1970.
 SECONDS_MAX = 1e12
 GZIP = b"\x1f\x8b"
+#: How the columns of `baton watch` begin.
+WATCHED = b"time (UTC)"
 #: So much of what cannot be read is shown.
 SHOWN_CHARACTERS_MAX = 60
 
@@ -109,9 +111,13 @@ def _kind_of(whole: object) -> str:
 
 def shown(value: object) -> str:
     """A word of somebody else as a part of a line."""
-    text = " ".join(str(value).split())
-    text = "".join(character for character in text if character.isprintable())
+    text = _printable(" ".join(str(value).split()))
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
+
+
+def _printable(text: str) -> str:
+    """What is written to a terminal must not drive it."""
+    return "".join(character for character in text if character.isprintable())
 
 
 #### One request
@@ -136,7 +142,8 @@ def _read_request(whole: Mapping[str, object]) -> Recording:
 
 
 def _words(each: _Transition | _Line, id: str) -> tuple[str, str, str, str, str]:
-    return each.machine, id, each.source, each.fact, each.target
+    words = each.machine, id, each.source, each.fact, each.target
+    return tuple(map(_printable, words))  # type: ignore[return-value]  # as many as there were
 
 
 #### Lines
@@ -203,7 +210,10 @@ class _Reader:
             return
         if line.lost > 0:
             self.records.append(Lost(line.lost))
-        self.records.append(Record(*_words(line, line.id)))
+        place = f"line {number}"
+        if isinstance(line.time, str):
+            place += f", {shown(line.time)}"
+        self.records.append(Record(*_words(line, line.id), place=place))
         self._steady.append(line.seconds)
         self._daily.append(line.time)
 
@@ -252,6 +262,8 @@ class _Reader:
             return "it is compressed; give it unpacked, as in: gunzip -c FILE | baton replay -"
         if not _is_text(data):
             return "it is no text"
+        if data.startswith(WATCHED):
+            return "it is what baton watch shows; with --json it writes what can be replayed"
         if self._misfits:
             return f"no whole transition in it: {self._misfits[0]}"
         if "truncated" in str(problem):

@@ -220,6 +220,7 @@ def _refused(refusal: Refusal) -> Iterator[str]:
     record = refusal.record
     yield f"refused: {record.machine} {record.id}: {refusal.reason}"
     at = "" if record.seconds is None else f" at {record.seconds:.3f} s"
+    at = f" in {record.place}" if record.place else at
     yield f"  recorded{at}: {record.source} --{record.fact}--> {record.target}"
     if refusal.state is not None:
         legal = _legal(refusal)

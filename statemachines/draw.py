@@ -158,7 +158,11 @@ def _dot_state(chart: Chart, state: Enum, paint: Paint) -> str:
 
 
 def _dot_arrow(chart: Chart, arrow: Arrow, paint: Paint) -> str:
-    attributes = [f"label={_dot_label(paint.lines(arrow.labels))}"]
+    lines = paint.lines(arrow.labels)
+    if arrow.box is not None:
+        # Its arrow begins at the edge of the box, beside a state that it has nothing to do with.
+        lines = [Line(f"anywhere in {arrow.box}:"), *lines]
+    attributes = [f"label={_dot_label(lines)}"]
     order = list(chart.states)
     ends = [arrow.source.value, arrow.target.value]
     if arrow.box is not None:
@@ -189,9 +193,10 @@ def _dot_label(lines: Sequence[Line]) -> str:
 
 def _dot_stroke(arrow: Arrow, paint: Paint) -> list[str]:
     bold = ["penwidth=2.5"] if arrow.box is not None else []
-    if paint.times(arrow.edges):
-        return [f"penwidth={paint.width(arrow.edges)}", f'color="{TAKEN}", fontcolor="{TAKEN}"']
     dashes = ["style=dashed"] if arrow.is_fallback else []
+    if paint.times(arrow.edges):
+        taken = [f"penwidth={paint.width(arrow.edges)}", f'color="{TAKEN}", fontcolor="{TAKEN}"']
+        return [*dashes, *taken]
     if not paint.is_blank:
         return [*bold, *dashes, f'color="{PALE}", fontcolor="{FADED}"']
     return [*bold, *(f'{style}, color="#90a4ae"' for style in dashes)]

@@ -53,7 +53,7 @@ class UnknownBlock(Exception):
 
 
 class NotDrawn(Exception):
-    """Graphviz has failed; the message is what it said, in one line."""
+    """A picture cannot be made; the message says why, in one line."""
 
 
 def write(root: Path, more: Mapping[str, str] | None = None) -> list[Path]:
@@ -176,7 +176,13 @@ def _example() -> str:
     """A request that was retried once and moved once, painted on its diagram."""
     life = Life(REQUEST, "7f3a", REQUEST.initial)
     for seconds, fact, target in _EXAMPLE:
-        row = next(e for e in REQUEST.legal(life.state, fact) if e.target.value == target)
+        rows = [e for e in REQUEST.legal(life.state, fact) if e.target.value == target]
+        if not rows:
+            raise NotDrawn(
+                f"the example path of {Path(__file__).name} (_EXAMPLE) takes a row that is not "
+                f"there: {life.state.value} --{fact}--> {target}"
+            )
+        (row,) = rows
         life.path.append((seconds, life.fire(fact, row)))
     return draw.dot(REQUEST, path_paint(life.name, life.path, stays=life.total_stays()))
 

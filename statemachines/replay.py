@@ -22,7 +22,10 @@ _CHARTS = {chart.name: chart for chart in CHARTS}
 
 @frozen
 class Record:
-    """One transition as it was noted; `seconds` is on the clock of its log."""
+    """One transition as it was noted.
+
+    `seconds` is on the clock of its log, and `place` says where in there it stands.
+    """
 
     machine: str
     id: str
@@ -30,6 +33,7 @@ class Record:
     fact: str
     target: str
     seconds: float | None = None
+    place: str = ""
 
 
 @frozen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import AsyncIterator
+from typing import ClassVar
 
 import h11
 import trio
@@ -344,6 +345,23 @@ class Lumping(Naive):
     async def pass_on(self, stream: trio.abc.HalfCloseableStream, leg: Leg) -> None:
         data = b"".join([piece async for piece in leg.pieces()])
         await _answer(stream, leg.status, data, leg.headers.get("content-type", PLAIN))
+
+
+class Undone(Naive):
+    """Takes the end of a stream for no business of its client's."""
+
+    ends: ClassVar[bytes] = b""
+
+    async def pass_on(self, stream: trio.abc.HalfCloseableStream, leg: Leg) -> None:
+        data = b"".join([piece async for piece in leg.pieces()])
+        data = data.replace(b"data: [DONE]\n\n", self.ends)
+        await _answer(stream, leg.status, data, leg.headers.get("content-type", PLAIN))
+
+
+class Overdone(Undone):
+    """Ends each stream on its own behalf, too."""
+
+    ends = 2 * b"data: [DONE]\n\n"
 
 
 class Hoarding(Watching):

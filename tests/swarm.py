@@ -45,7 +45,8 @@ FAULTS: dict[str, list[str]] = {
     "pause": variants("pause,{},seconds={}", EVENTS, SECONDS),
     "error_event": variants("error_event,{},code={}", EVENTS, CODES),
     "abort": variants("abort,{}", EVENTS),
-    "end": variants("end,{},done={}", EVENTS, ["true", "false"]),
+    # After its finish, an answer is whole for all that is said of its end.
+    "end": variants("end,{},done={}", [*EVENTS, *2 * ["at=finish"]], ["true", "false"]),
     "garbage": variants("garbage,what={},{}", GARBAGE, EVENTS),
     "gzip": ["gzip"],
     "close_after": ["close_after"],

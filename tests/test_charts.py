@@ -32,11 +32,12 @@ from statemachines import (
     Edge,
     IllegalTransition,
     MalformedChart,
+    generated,
 )
 from statemachines.breaker import BREAKER
 from statemachines.chart import Everywhere, each, everywhere
 from statemachines.draw import arrows, dot, mermaid
-from statemachines.generated import UnknownBlock, stale, write
+from statemachines.generated import NotDrawn, UnknownBlock, stale, write
 from statemachines.leg import OUTCOMES, VERDICTS, told_by_decode, told_by_prefill
 from statemachines.request import RequestState
 from statemachines.tables import grid, row_table
@@ -538,6 +539,15 @@ def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:
     missing.unlink()
 
     assert {edited, missing} <= set(stale(tmp_path))
+
+
+def test_an_example_that_the_chart_does_not_have_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generated, "_EXAMPLE", ((0.0, "admitted", "streaming"),))
+
+    with pytest.raises(NotDrawn, match=r"not there: queued --admitted--> streaming"):
+        stale(tmp_path)
 
 
 def test_a_picture_is_stale_when_its_dot_text_is_another(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ CAUGHT: dict[str, tuple[type[Naive], str]] = {
     "too-large-body": (naive.Small, "413 without an error object"),
     "errors-have-one-shape": (Naive, "500 with b'Internal Server Error'"),
     "an-engine-s-error-passes": (naive.Masking, "the engine's 400 became 500"),
-    "ids-are-kept": (Naive, "the answer has the id nothing"),
+    "ids-are-kept": (Naive, "the answer has no id"),
     "ids-survive-retries": (Naive, "one saw"),
     "unknown-model": (Naive, "was asked of an engine"),
     "readiness": (Naive, "ready 30 s after"),
@@ -72,6 +72,8 @@ ALL_CAUGHT = [
     ("leaves-queue", (Naive, "the second did not have to wait")),
     ("too-large-body", (Naive, "an engine got it")),
     ("errors-have-one-shape", (naive.Masking, "500 with")),
+    ("split-characters", (naive.Undone, "[DONE] not once and last, 200 of 200")),
+    ("split-characters", (naive.Overdone, "[DONE] not once and last, 200 of 200")),
 ]
 
 

@@ -14,7 +14,7 @@ from router.live import live_paint, read_metrics
 from router.metrics import Metrics
 from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart
 from statemachines.breaker import BreakerState
-from statemachines.draw import dot
+from statemachines.draw import arrows, dot
 from statemachines.request import RequestState
 from statemachines.worker import WorkerState
 from tests.routers import Router, standing_in
@@ -76,6 +76,20 @@ def test_every_row_is_painted_with_its_own_count(chart: Chart) -> None:
         f"{edge.source.value} {edge.fact} {edge.target.value}": count
         for edge, count in paint.counts.items()
     } == expected
+
+
+@pytest.mark.parametrize("chart", ROUTER_CHARTS, ids=lambda chart: chart.name)
+def test_what_the_legend_says_of_lines_holds_of_painted_ones(chart: Chart) -> None:
+    paint = live_paint(chart, list(read_metrics(page_of(chart)[0])), "now")
+
+    lines = [line for line in dot(chart, paint).splitlines() if " -> " in line]
+
+    drawn = arrows(chart)
+    assert sum("style=dashed" in line for line in lines) == sum(each.is_fallback for each in drawn)
+    for scope in chart.scopes:
+        boxed = [line for line in lines if f'ltail="cluster_{scope}"' in line]
+        assert len(boxed) == sum(each.box == scope for each in drawn)
+        assert all(f"anywhere in {scope}:" in line for line in boxed)
 
 
 @pytest.mark.parametrize(

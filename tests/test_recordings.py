@@ -65,6 +65,10 @@ NOTHING: dict[str, tuple[bytes, str]] = {
     "one cut line": (line()[:40], "its JSON is cut off after 40 bytes"),
     "a cut line alone": (b"baton: listening\n" + line()[:40], "no transitions in it (2 lines)"),
     "compressed": (b"\x1f\x8b\x08\x00", "it is compressed; "),
+    "what watch shows": (
+        b"time (UTC)    machine  id  \n08:23 request 7\n",
+        "with --json it writes",
+    ),
     "no text": (b"\xff\xfe{\x00", "it is no text"),
     "half of a character": (b'{"id":"\xc3', "it is no text"),
 }
@@ -91,6 +95,18 @@ def replayed(
     (tmp_path / "file").write_bytes(data)
     code = cli.main(["replay", str(tmp_path / "file"), *words])
     return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_refusal_says_where_it_stands_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = line(fact="overloaded", time="2026-01-01T00:00:01.500Z", id="r1\u001b[31m")
+
+    code, said = replayed(b"baton: listening\n" + wrong, capsys, tmp_path)
+
+    assert code == 1
+    assert any(each.startswith("  recorded in line 2, 2026-01-01T00:00:01.500Z: ") for each in said)
+    assert not any("\u001b" in each for each in said)
 
 
 LOG = as_lines([record(edge) for edge in MOVED], time="2026-01-01T00:00:01.500Z")

@@ -63,6 +63,9 @@ class Ask:
         return "\r\n".join([*lines, "", ""]).encode() + payload
 
 
+DONE = b"[DONE]"
+
+
 @define(eq=False)
 class Heard:
     """An answer, so far."""
@@ -90,7 +93,7 @@ class Heard:
     @property
     def chunks(self) -> list[dict[str, object]]:
         """Events that are JSON objects; of a whole answer, the answer."""
-        texts = self.events if b"data:" in self.plain else [self.plain]
+        texts = self.events if self.is_stream else [self.plain]
         return [found for found in map(_object, texts) if found is not None]
 
     @property
@@ -106,7 +109,12 @@ class Heard:
 
     @property
     def is_done(self) -> bool:
-        return self.events[-1:] == [b"[DONE]"]
+        """`[DONE]` came, once and last."""
+        return self.events[-1:] == [DONE] and self.events.count(DONE) == 1
+
+    @property
+    def is_stream(self) -> bool:
+        return b"data:" in self.plain
 
     @property
     def error(self) -> dict[str, object] | None:
@@ -122,8 +130,7 @@ class Heard:
         """Whether a client takes it for a good and complete answer."""
         if self.status != 200 or self.ending != "complete" or self.error is not None:
             return False
-        is_stream = b"data:" in self.plain
-        return self.finish in ("stop", "length") and (self.is_done or not is_stream)
+        return self.finish in ("stop", "length") and (self.is_done or not self.is_stream)
 
     @property
     def is_told(self) -> bool:
@@ -144,6 +151,8 @@ class Heard:
         if self.status == 200:
             words += [f"finish {self.finish}"] if self.finish else ["no finish"]
             words += ["an error event"] if self.error is not None else []
+            is_odd = self.is_stream and bool(self.finish) and not self.is_done
+            words += ["[DONE] not once and last"] if is_odd else []
         return ", ".join(words)
 
     @property

@@ -63,8 +63,8 @@ def _named(name: str) -> Headers:
 
 def _must_bear(heard: Heard, name: str, what: str) -> None:
     if heard.headers.get("x-request-id") != name:
-        found = heard.headers.get("x-request-id", "nothing")
-        raise Failed(f"{what} has the id {found} instead of the client's")
+        found = heard.headers.get("x-request-id")
+        raise Failed(f"{what} has {f'the id {found}' if found else 'no id'}, not the client's")
 
 
 @case(

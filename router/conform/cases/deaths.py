@@ -148,7 +148,7 @@ async def nothing_twice(stage: Stage) -> None:
 @case(
     "C36",
     done="One of two engines is gone: its port is closed.",
-    expected="Forty of forty requests are answered.",
+    expected="All are answered: twenty requests for a whole answer, then twenty streams.",
 )
 async def dead_engine(stage: Stage) -> None:
     stage.engines[0].add_faults("now:server_dies")

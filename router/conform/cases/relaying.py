@@ -17,7 +17,8 @@ async def _same_text(stage: Stage, faults: str, ask: Ask, what: str) -> None:
     for engine in stage.engines:
         engine.clear_faults()
     if not heard.is_whole or heard.text != whole.text:
-        raise Failed(f"{what} does not arrive ({heard.summary}, {len(heard.text)} characters)")
+        characters = f"{len(heard.text)} of {len(whole.text)} characters"
+        raise Failed(f"{what} does not arrive ({heard.summary}, {characters})")
 
 
 @case(
