@@ -328,6 +328,12 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
     add_watch_arguments(parser)
 
 
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    from router.top import add_top_arguments
+
+    add_top_arguments(parser)
+
+
 def _add_conform(parser: argparse.ArgumentParser) -> None:
     from router.conform.command import add_arguments
 
@@ -353,6 +359,7 @@ COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...]
     ("diagrams", add_diagrams, "write the state diagrams and the generated parts of docs/"),
     ("check", add_check, "model-check the state machines"),
     ("watch", _add_watch, "show the transitions of a running router as they happen"),
+    ("top", _add_top, "show a running router's workers and requests, every two seconds"),
     ("replay", _add_replay, "run a recorded log of transitions through the charts"),
     ("conform", _add_conform, "try what users complain about on this router or any other"),
     ("workers", add_workers_commands, "see and change the workers of a running router"),

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def printable(text: str) -> str:
+    """What is written to a terminal must not drive it."""
+    return "".join(character for character in text if character.isprintable())
+
+
 def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """The rows one below the other, each column as wide as its widest word."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -15,6 +15,7 @@ import attrs
 import msgspec
 from attrs import define, field, frozen
 
+from router.columns import printable
 from statemachines.replay import Lost, Record
 
 T = TypeVar("T")
@@ -111,13 +112,8 @@ def _kind_of(whole: object) -> str:
 
 def shown(value: object) -> str:
     """A word of somebody else as a part of a line."""
-    text = _printable(" ".join(str(value).split()))
+    text = printable(" ".join(str(value).split()))
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
-
-
-def _printable(text: str) -> str:
-    """What is written to a terminal must not drive it."""
-    return "".join(character for character in text if character.isprintable())
 
 
 #### One request
@@ -143,7 +139,7 @@ def _read_request(whole: Mapping[str, object]) -> Recording:
 
 def _words(each: _Transition | _Line, id: str) -> tuple[str, str, str, str, str]:
     words = each.machine, id, each.source, each.fact, each.target
-    return tuple(map(_printable, words))  # type: ignore[return-value]  # as many as there were
+    return tuple(map(printable, words))  # type: ignore[return-value]  # as many as there were
 
 
 #### Lines

@@ -19,6 +19,8 @@ class Router:
     asked: list[tuple[str, str, str | None, object]] = field(factory=list)
     status: int = 200
     answer: bytes = b"{}"
+    #: Of some paths.
+    answers: dict[str, bytes] = field(factory=dict)
 
 
 @contextmanager
@@ -33,9 +35,10 @@ def standing_in() -> Iterator[Router]:
             key = self.headers.get("authorization")
             stand_in.asked.append((self.command, self.path, key, body))
             self.send_response(stand_in.status)
-            self.send_header("content-length", str(len(stand_in.answer)))
+            answer = stand_in.answers.get(self.path, stand_in.answer)
+            self.send_header("content-length", str(len(answer)))
             self.end_headers()
-            self.wfile.write(stand_in.answer)
+            self.wfile.write(answer)
 
         do_GET = do_POST = do_DELETE = reply
 

@@ -54,7 +54,18 @@ def test_help_names_every_command_there_is_and_no_other(
     text = help_of(capsys)
 
     assert {
-        *("serve", "agent", "sim", "demo", "diagrams", "check", "watch", "replay", "conform"),
+        *(
+            "serve",
+            "agent",
+            "sim",
+            "demo",
+            "diagrams",
+            "check",
+            "watch",
+            "top",
+            "replay",
+            "conform",
+        ),
         "workers",
     } == COMMANDS
     assert all(f"    {name} " in text for name in COMMANDS)
@@ -393,6 +404,7 @@ def with_a_bad_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["diagrams", "--live", "http://127.0.0.1:1"],
         ["replay", "file"],
         ["watch", "http://127.0.0.1:1"],
+        ["top", "http://127.0.0.1:1"],
         ["serve", "--port", "0"],
         ["agent", "--engine-url", "http://127.0.0.1:1", "--nats", "nats://127.0.0.1:1"],
     ],
