@@ -27,7 +27,7 @@ from benchmarks.cases import ENDLESS, Case
 from benchmarks.measure import CANDIDATE_CORE, LOAD_CORE, Counts, load, worker
 from benchmarks.nats_source import MODEL
 from benchmarks.processes import free_port, pinned, usage
-from router.demo_nats import MISSING, find_server
+from router.commands.demo_nats import MISSING, find_server
 
 RATE = 30.0
 WORKERS = 2

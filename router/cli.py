@@ -18,11 +18,11 @@ from typing import Any, get_args, get_type_hints
 
 import attrs
 
+from router.commands.mistakes import Parser, complain
+from router.commands.proving import add_check, add_diagrams
+from router.commands.remote import add_workers_commands
 from router.config import OPTIONS, load_settings, refuse_unavailable, unavailable_notes
-from router.mistakes import Parser, complain
 from router.options import Option, SettingsError, to_toml
-from router.proving import add_check, add_diagrams
-from router.remote import add_workers_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -308,28 +308,28 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
     def demo(arguments: argparse.Namespace) -> int:
         if arguments.nats:
-            from router.demo_nats import main
+            from router.commands.demo_nats import main
         else:
-            from router.demo import main
+            from router.commands.demo import main
         return main()
 
     parser.set_defaults(command=demo)
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    from router.replaying import add_replay_arguments
+    from router.commands.replaying import add_replay_arguments
 
     add_replay_arguments(parser)
 
 
 def _add_watch(parser: argparse.ArgumentParser) -> None:
-    from router.watching import add_watch_arguments
+    from router.commands.watching import add_watch_arguments
 
     add_watch_arguments(parser)
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    from router.top import add_top_arguments
+    from router.commands.top import add_top_arguments
 
     add_top_arguments(parser)
 

@@ -10,7 +10,7 @@ import pytest
 from attrs import frozen
 
 from router import cli
-from router.live import live_paint, read_metrics
+from router.commands.live import live_paint, read_metrics
 from router.metrics import Metrics
 from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart
 from statemachines.breaker import BreakerState

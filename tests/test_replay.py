@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from router import cli
-from router.recordings import read_recording
+from router.commands.recordings import read_recording
 from statemachines import BREAKER, CHARTS, LEG, REQUEST, WORKER, Chart, Edge
 from statemachines.chart import IllegalTransition
 from statemachines.draw import arrows, dot, mermaid

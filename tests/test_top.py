@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from router import cli, top
-from router.remote import Api
-from router.top import Look, look, picture
+from router import cli
+from router.commands import top
+from router.commands.remote import Api
+from router.commands.top import Look, look, picture
 from tests.routers import Router, standing_in
 
 

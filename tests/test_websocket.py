@@ -20,15 +20,15 @@ from attrs import frozen
 from router import cli
 from router.app import App
 from router.booking import Booking, Listener
+from router.commands.recordings import read_recording
+from router.commands.watching import Screen
 from router.config import Settings
 from router.feed import WAITING_MAX, Feed, Filter, Lost, Transition, Watcher
 from router.logs import HasId, Stamp, configure
 from router.metrics import Metrics
-from router.recordings import read_recording
 from router.sim import SimEngine, SimSettings
 from router.sockets import Network
 from router.tcp import TcpNetwork
-from router.watching import Screen
 from router.websocket import GOING_AWAY, STOPPED, WatchError, WatchRefused, watch
 from router.workerspec import WorkerSpec
 from statemachines import AGENT_CHARTS, ROUTER_CHARTS, Edge

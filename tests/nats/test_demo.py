@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from router import demo_nats
+from router.commands import demo_nats
 
 
 @pytest.mark.long

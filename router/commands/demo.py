@@ -19,7 +19,7 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.staging import (
+from router.commands.staging import (
     START_SECONDS,
     Child,
     SceneFailed,

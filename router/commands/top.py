@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from attrs import field, frozen
 
-from router.columns import columns, printable
-from router.live import METRICS_PATH, read_metrics
-from router.remote import Api, RemoteError
+from router.commands.columns import columns, printable
+from router.commands.live import METRICS_PATH, read_metrics
+from router.commands.remote import Api, RemoteError
 from statemachines import REQUEST
 from statemachines.request import RequestState
 

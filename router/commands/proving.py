@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from router.mistakes import complain
+from router.commands.mistakes import complain
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +117,8 @@ def _diagrams(arguments: argparse.Namespace) -> int:
 
 
 def _live_diagrams(arguments: argparse.Namespace) -> int:
-    from router.live import CannotPaint, draw_live
-    from router.remote import RemoteError
+    from router.commands.live import CannotPaint, draw_live
+    from router.commands.remote import RemoteError
     from statemachines.generated import NotDrawn
 
     folder = Path(arguments.output)

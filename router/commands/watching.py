@@ -17,8 +17,8 @@ import msgspec
 import trio
 from attrs import define
 
+from router.commands.remote import reason_of
 from router.feed import MACHINES, BadFilter, Lost, Transition, check_machine
-from router.remote import reason_of
 from router.websocket import STOPPED, WatchError, WatchRefused, watch
 from statemachines import ROUTER_CHARTS
 

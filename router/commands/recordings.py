@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from attrs import define, field, frozen
 
-from router.columns import printable
+from router.commands.columns import printable
 from statemachines.replay import Lost, Record
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import attrs
 
-from router.columns import columns
-from router.recordings import BadRecording, Recording, read_recording, shown
+from router.commands.columns import columns
+from router.commands.recordings import BadRecording, Recording, read_recording, shown
 from statemachines import CHARTS
 from statemachines.chart import Chart
 from statemachines.draw import dot, mermaid

@@ -23,7 +23,7 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.staging import Child, check, launch, perform, say, start, title, wait_until
+from router.commands.staging import Child, check, launch, perform, say, start, title, wait_until
 
 MODEL = "tiny"
 WORKERS = 4

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import msgspec
 from attrs import frozen
 
-from router.columns import columns
+from router.commands.columns import columns
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-from router.columns import columns
-from router.remote import Api
+from router.commands.columns import columns
+from router.commands.remote import Api
 from statemachines import BREAKER, REQUEST, ROUTER_CHARTS, WORKER, Chart, Edge
 from statemachines.draw import dot, mermaid
 from statemachines.generated import svg
