@@ -295,7 +295,7 @@ class Metrics(Collector):
                 continue
             yield head_of(row.name, row.kind, row.help).encode()
             names = tuple(label.name for label in row.labels)
-            for piece in pieces_of(row.name, names, _numbers(self._samples(row.name))):
+            for piece in pieces_of(row.name, names, _numbers(self.samples(row.name))):
                 yield piece.encode()
         yield generate_latest(self._of_process)
 
@@ -305,7 +305,7 @@ class Metrics(Collector):
 
     def _family(self, row: Metric) -> Family:
         family = Family(row.name.removesuffix("_total"), row.help, row.kind)
-        for key, value in self._samples(row.name):
+        for key, value in self.samples(row.name):
             labels = {label.name: word for label, word in zip(row.labels, key, strict=True)}
             if isinstance(value, Histogram):
                 value.add_to(family, labels)
@@ -313,7 +313,7 @@ class Metrics(Collector):
                 family.add_sample(row.name, labels, value)
         return family
 
-    def _samples(self, name: str) -> Samples:
+    def samples(self, name: str) -> Samples:
         """Label values, in the order of the table, and what is counted or seen now."""
         counts = self._counted.get(name)
         if counts is None:

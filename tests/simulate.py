@@ -17,16 +17,20 @@ import msgspec
 import trio
 import trio.testing
 from attrs import define, field
+from prometheus_client.metrics_core import Metric as Family
 
 from router.app import App
 from router.choosing import make_chooser
 from router.config import Settings
 from router.logs import LineWriter, Logs, configure
+from router.metrics import Histogram
+from router.series import TABLE
 from router.sim.engine import SimEngine
 from router.sim.settings import SimSettings
 from router.worker import UnknownWorker
 from router.workerspec import WorkerSpec
 from statemachines.router import RouterState
+from tests.asides import Aside
 from tests.asking import Line, requests_of, run_connection
 from tests.memory import MemoryNetwork, MemoryStream
 from tests.memory_broker import MemoryBroker, MemoryServer
@@ -456,12 +460,21 @@ async def _look(run: Run, moment: float) -> None:
 
 def read_metrics(app: App) -> dict[str, float]:
     # What the page is made from; parsing the page would take longer than the run.
-    return {
-        series(sample.name, sample.labels): sample.value
-        for family in app.metrics.collect()
-        for sample in family.samples
-        if sample.value
-    }
+    found: dict[str, float] = {}
+    for row in TABLE:
+        names = [label.name for label in row.labels]
+        for key, value in app.metrics.samples(row.name):
+            if not value:
+                continue
+            labels = dict(zip(names, key, strict=True))
+            if not isinstance(value, Histogram):
+                found[series(row.name, labels)] = value
+                continue
+            family = Family(row.name, row.help, row.kind)
+            if any(value.counts):
+                value.add_to(family, labels)
+            found |= {series(each.name, each.labels): each.value for each in family.samples}
+    return {name: value for name, value in found.items() if value}
 
 
 #### The right answers
@@ -499,7 +512,7 @@ async def _ask_directly(engine: Engine, client: Client) -> Got:
     asked = attrs.evolve(client, fault="", reads_from=0.0, http_10=False, headers=(), body_at=None)
     key = (engine, asked.target, asked.body(engine.model))
     if key not in _ANSWERS:
-        near, far = trio.testing.memory_stream_pair()
+        near, far = Aside.pair()
         got = _ANSWERS[key] = Got(asked)
         plan = Plan(engines=(engine,), begin=trio.current_time())
         async with trio.open_nursery() as nursery:

@@ -200,7 +200,7 @@ class _Drawing:
         self.wires = self._wires()
         self.faults, self.breaks = self._faults(), [*luck.sample(BREAKS, 2), "", ""]
         engines = self._engines()
-        clients = tuple(self._client() for _ in range(luck.randint(1, 9 if "crowd" in has else 3)))
+        clients = tuple(self._client() for _ in range(luck.randint(1, 8 if "crowd" in has else 3)))
         return Plan(
             engines=engines,
             clients=clients,
@@ -305,7 +305,7 @@ class _Drawing:
         luck, stream = self.luck, self._streams() or ("moves" in self.has and self.one_in(2))
         asked: dict[str, object] = {"stream": stream, "tokens": luck.randint(1, 9)}
         if "drains" in self.has:  # one that is long enough to meet one
-            return asked | {"stream": True, "tokens": luck.randint(10, 40), "chat": self.one_in(2)}
+            return asked | {"stream": True, "tokens": luck.randint(10, 26), "chat": self.one_in(2)}
         if "shapes" in self.has:
             return asked | self._shape(stream=stream)
         asked["chat"] = self.one_in(2)

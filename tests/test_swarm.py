@@ -30,7 +30,7 @@ from tests.swarm import COMPANIES, FAULTS, FEATURES, OF_HALVES, UNDRAWN, feature
 
 SEEDS, SEEDS_AT_NIGHT = 1000, 20_000
 #: Of one test; of one task of a process.
-CHUNK, TASK = 100, 250
+CHUNK, TASK = 100, 100
 #: Seeds between those of `--seed N` and of `--seed N+1`.
 APART = 1_000_000
 PROCESSES = 2
