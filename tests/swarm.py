@@ -305,7 +305,7 @@ class _Drawing:
         luck, stream = self.luck, self._streams() or ("moves" in self.has and self.one_in(2))
         asked: dict[str, object] = {"stream": stream, "tokens": luck.randint(1, 9)}
         if "drains" in self.has:  # one that is long enough to meet one
-            return asked | {"stream": True, "tokens": luck.randint(10, 26), "chat": self.one_in(2)}
+            return asked | {"stream": True, "tokens": luck.randint(10, 40), "chat": self.one_in(2)}
         if "shapes" in self.has:
             return asked | self._shape(stream=stream)
         asked["chat"] = self.one_in(2)
