@@ -31,6 +31,9 @@ from router.migration.skimming import Skimming
 from router.openai import LYING_FINISHES, Sign
 from router.sse import data_of
 
+#: Poison of requests whose answer has several choices.
+_SEVERAL = frozenset({Poison.SEVERAL_CHOICES, Poison.BEAM_SEARCH, Poison.BATCH_PROMPT})
+
 
 class Attempt(Skimming):
     """The first attempt of a record, or with a `seam` one that goes on with it.
@@ -142,8 +145,7 @@ class Attempt(Skimming):
             self._cross(self.seam, event, data, chunk, choice, skip)
         if self.unsettled is not None:
             return Sign.LIE
-        # The end of one of several choices is no preamble: made again, it would come twice.
-        if not text and not has_more and (not finish or record.poison is None):
+        if not text and not has_more and not (finish and self._is_of_several()):
             return Sign.DONE if self.is_cut_short else Sign.PREAMBLE
         record.has_content = True
         self.events += 1
@@ -154,6 +156,10 @@ class Attempt(Skimming):
         else:
             self._try_to_learn(event)
         return Sign.CONTENT
+
+    def _is_of_several(self) -> bool:
+        """The end of one of several choices is no preamble: made again, it would come twice."""
+        return self.record.poison in _SEVERAL or not self.is_whole
 
     def _try_to_learn(self, event: bytes) -> None:
         """Once nothing is watched for any more that a plain event could have."""
