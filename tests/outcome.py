@@ -45,6 +45,7 @@ class Got:
     raw: bytes = b""
     #: What engines say to the same request, asked directly: one answer for each kind of engine.
     direct: list[Got] = field(factory=list)
+    _read: tuple[bytes | None, list[dict[str, object]]] = (None, [])
 
     @property
     def plain(self) -> bytes:
@@ -72,8 +73,11 @@ class Got:
 
     @property
     def chunks(self) -> list[dict[str, object]]:
-        """The events that can be read, except for errors."""
-        return [each for each in map(_decode, self.events) if each and "error" not in each]
+        """The events that can be read, except for errors; a body is read once."""
+        if self._read[0] is not self.body:
+            found = [each for each in map(_decode, self.events) if each and "error" not in each]
+            self._read = (self.body, found)
+        return self._read[1]
 
     @property
     def text(self) -> str:

@@ -304,8 +304,11 @@ class _Drawing:
     def _asked(self) -> dict[str, object]:
         luck, stream = self.luck, self._streams() or ("moves" in self.has and self.one_in(2))
         asked: dict[str, object] = {"stream": stream, "tokens": luck.randint(1, 9)}
-        if "drains" in self.has:  # one that is long enough to meet one
-            return asked | {"stream": True, "tokens": luck.randint(10, 40), "chat": self.one_in(2)}
+        if "drains" in self.has:  # every other one is long enough to meet one
+            tokens = luck.randint(10, 40)
+            if tokens % 2:
+                tokens = tokens % 9 + 1
+            return asked | {"stream": True, "tokens": tokens, "chat": self.one_in(2)}
         if "shapes" in self.has:
             return asked | self._shape(stream=stream)
         asked["chat"] = self.one_in(2)
