@@ -74,6 +74,16 @@ def reason_of(status: int, body: bytes) -> str:
     return f"{error.message} ({error.code or status})"
 
 
+def add_admin_key(parser: argparse.ArgumentParser) -> None:
+    """`--admin-key`, as every command has it that talks to a router's API."""
+    parser.add_argument(
+        "--admin-key",
+        default=os.environ.get("BATON_ADMIN_KEY") or None,
+        metavar="KEY",
+        help="the router's --admin-key; in the environment BATON_ADMIN_KEY",
+    )
+
+
 # --- baton workers ---------------------------------------------------------------------------
 
 
@@ -110,12 +120,7 @@ def _add_action(
         metavar="URL",
         help=f"the router; in the environment BATON_ROUTER_URL (default {DEFAULT_URL})",
     )
-    parser.add_argument(
-        "--admin-key",
-        default=os.environ.get("BATON_ADMIN_KEY") or None,
-        metavar="KEY",
-        help="the router's --admin-key; in the environment BATON_ADMIN_KEY",
-    )
+    add_admin_key(parser)
     parser.set_defaults(command=_run, act=act)
     return parser
 

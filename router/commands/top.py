@@ -8,7 +8,6 @@ answer is said to be silent, and asked again: it may come back.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import time
@@ -19,7 +18,7 @@ from attrs import field, frozen
 
 from router.commands.columns import columns, printable
 from router.commands.live import METRICS_PATH, read_metrics
-from router.commands.remote import Api, RemoteError
+from router.commands.remote import Api, RemoteError, add_admin_key
 from statemachines import REQUEST
 from statemachines.request import RequestState
 
@@ -201,12 +200,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once", action="store_true", help="look twice, print one picture, and end"
     )
-    parser.add_argument(
-        "--admin-key",
-        default=os.environ.get("BATON_ADMIN_KEY") or None,
-        metavar="KEY",
-        help="the router's --admin-key; in the environment BATON_ADMIN_KEY",
-    )
+    add_admin_key(parser)
     parser.set_defaults(command=run_top)
 
 

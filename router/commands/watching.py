@@ -7,7 +7,6 @@ Ctrl-C (0): whoever watches has seen enough.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -17,7 +16,7 @@ import msgspec
 import trio
 from attrs import define
 
-from router.commands.remote import reason_of
+from router.commands.remote import add_admin_key, reason_of
 from router.feed import MACHINES, BadFilter, Lost, Transition, check_machine
 from router.websocket import STOPPED, WatchError, WatchRefused, watch
 from statemachines import ROUTER_CHARTS
@@ -57,12 +56,7 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request", action="append", metavar="ID", help="this request and its legs"
     )
-    parser.add_argument(
-        "--admin-key",
-        default=os.environ.get("BATON_ADMIN_KEY") or None,
-        metavar="KEY",
-        help="the router's --admin-key; in the environment BATON_ADMIN_KEY",
-    )
+    add_admin_key(parser)
     parser.add_argument("--json", action="store_true", help="print the messages as they come")
     parser.set_defaults(command=run_watch)
 
