@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -568,6 +568,18 @@ async def test_a_router_that_refuses_a_watcher_says_why() -> None:
     assert b"unauthorized" in refused.value.body
 
 
+@asynccontextmanager
+async def listening(
+    serve: Callable[[trio.SocketStream], Awaitable[object]],
+) -> AsyncIterator[int]:
+    """A peer on a port of its own, that does this with whoever connects."""
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        yield listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_connection_that_is_cut_is_no_end() -> None:
     async def cut(stream: trio.SocketStream) -> None:
         async with trio.open_nursery() as nursery:
@@ -575,10 +587,7 @@ async def test_a_connection_that_is_cut_is_no_end() -> None:
             await request.accept()
             await trio.aclose_forcefully(stream)
 
-    async with trio.open_nursery() as nursery:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, cut, listeners)
-        port = listeners[0].socket.getsockname()[1]
+    async with listening(cut) as port:
         with trio.fail_after(5), pytest.raises(WatchError, match="was lost"):
             await watch(
                 f"http://127.0.0.1:{port}",
@@ -587,7 +596,6 @@ async def test_a_connection_that_is_cut_is_no_end() -> None:
                 opened=lambda: None,
                 show=print,
             )
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
@@ -629,10 +637,7 @@ async def test_whatever_listens_there_a_watcher_is_told(
         await stream.send_all(answer)
         await stream.aclose()
 
-    async with trio.open_nursery() as nursery:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, serve, listeners)
-        port = listeners[0].socket.getsockname()[1]
+    async with listening(serve) as port:
         with trio.fail_after(5), pytest.raises((WatchError, WatchRefused), match=reason) as error:
             await watch(
                 f"{scheme}://127.0.0.1:{port}",
@@ -641,7 +646,6 @@ async def test_whatever_listens_there_a_watcher_is_told(
                 opened=lambda: None,
                 show=print,
             )
-        nursery.cancel_scope.cancel()
     assert "\n" not in str(error.value)
 
 
@@ -654,10 +658,7 @@ async def test_who_never_answers_is_given_up(
     async def say_nothing(_: trio.SocketStream) -> None:
         await trio.sleep_forever()
 
-    async with trio.open_nursery() as nursery:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, say_nothing, listeners)
-        port = listeners[0].socket.getsockname()[1]
+    async with listening(say_nothing) as port:
         with trio.fail_after(5), pytest.raises(WatchError, match=f"{reason} within 0.2 s"):
             await watch(
                 f"{scheme}://127.0.0.1:{port}",
@@ -666,7 +667,6 @@ async def test_who_never_answers_is_given_up(
                 opened=lambda: None,
                 show=print,
             )
-        nursery.cancel_scope.cancel()
 
 
 async def test_the_whole_address_of_the_feed_is_understood_too() -> None:
