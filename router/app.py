@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import httpx
 import structlog
 import trio
 from attrs import define, field
@@ -86,7 +85,7 @@ class App:
     _lines: dict[Worker, Line] = field(init=False, factory=dict)
     _wire: NatsWire | None = field(init=False, default=None)
     _registry: Registry | None = field(init=False, default=None)
-    _client: httpx.AsyncClient = field(init=False)
+    _transport: LineTransport = field(init=False)
     _turns: Turns = field(init=False, factory=Turns)
     _aborts: Aborts = field(init=False)
     _tls: ssl.SSLContext | None = field(init=False, default=None)
@@ -113,10 +112,8 @@ class App:
         self.fleet.on_left.append(self._on_left)
         self.listeners.append(booking.listener("router"))
         chooser = make_chooser(settings.policy)
-        self._client = httpx.AsyncClient(
-            transport=LineTransport(self.line, self.reactor.refresh), timeout=None, trust_env=False
-        )
-        self._aborts = Aborts(self._client, self.metrics, self.spawn)
+        self._transport = LineTransport(self.line, self.reactor.refresh)
+        self._aborts = Aborts(self._transport, self.metrics, self.spawn)
         self.serving = Serving(
             settings=settings,
             reactor=self.reactor,
@@ -127,7 +124,7 @@ class App:
             house=self,
             feed=self.feed,
             booking=booking,
-            mover=Mover(self.fleet, chooser, self._client),
+            mover=Mover(self.fleet, chooser, self._transport),
             aborts=self._aborts,
         )
         if self.broker is not None:
@@ -304,7 +301,9 @@ class App:
 
     def _on_joined(self, worker: Worker) -> None:
         self.metrics.worker_joined(worker.id, worker.role)
-        self.spawn(probe_forever, worker, self._client, self.settings, random.random, self._turns)
+        self.spawn(
+            probe_forever, worker, self._transport, self.settings, random.random, self._turns
+        )
 
     def _on_left(self, worker: Worker) -> None:
         self.metrics.worker_left(worker.id)

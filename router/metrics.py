@@ -357,8 +357,7 @@ class Metrics(Collector):
         found: Counts = {}
         for chart in CHARTS:
             taken = self._edges[chart.name]
-            for edge in chart.edges:
-                key = (chart.name, edge.source.value, edge.fact, edge.target.value)
+            for edge, key in _KEYS_OF_EDGES[chart.name]:
                 found[key] = taken[id(edge)]
         return found
 
@@ -388,6 +387,14 @@ def _numbers(samples: Samples) -> Iterator[tuple[tuple[str, ...], float]]:
         yield key, value
 
 
+#: The labels of every edge, by chart.
+_KEYS_OF_EDGES: dict[str, list[tuple[Edge, tuple[str, ...]]]] = {
+    chart.name: [
+        (edge, (chart.name, edge.source.value, edge.fact, edge.target.value))
+        for edge in chart.edges
+    ]
+    for chart in CHARTS
+}
 #: The series of one worker, by metric.
 _KEYS_OF_WORKER: dict[str, Callable[[str, list[str]], list[tuple[str, ...]]]] = {
     "baton_worker_requests_total": lambda worker, roles: [

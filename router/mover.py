@@ -57,7 +57,7 @@ class Mover:
 
     fleet: Fleet
     chooser: Chooser
-    client: httpx.AsyncClient
+    transport: httpx.AsyncBaseTransport
     #: Where streams of pairs go on.
     pairs: Pairs = field(init=False)
     rng: random.Random = field(factory=random.Random)
@@ -140,7 +140,7 @@ class Mover:
     async def _detokenize_at(self, worker: Worker, question: Question) -> str | None:
         body = question_body(question, worker.models[0] if worker.models else None)
         asking = ask(
-            self.client, "POST", worker, "/detokenize", content=body, bytes_max=ANSWER_BYTES_MAX
+            self.transport, "POST", worker, "/detokenize", content=body, bytes_max=ANSWER_BYTES_MAX
         )
         try:
             async with asking as answer:

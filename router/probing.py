@@ -76,12 +76,12 @@ class Turns:
 
 async def probe_forever(
     worker: Worker,
-    client: httpx.AsyncClient,
+    transport: httpx.AsyncBaseTransport,
     settings: ProbeSettings,
     jitter: Callable[[], float] = random.random,
     turns: Turns | None = None,
 ) -> None:
-    """Probe until the worker is removed. The client's own timeouts are not relied on.
+    """Probe until the worker is removed.
 
     `jitter` gives numbers from 0 to 1; 0.5 makes every interval exact. `turns` are shared by all
     workers that have registered.
@@ -92,7 +92,7 @@ async def probe_forever(
             if "probed" in edge.leaves:
                 scope.cancel(reason=f"worker is {edge.target.value}")
 
-        loop = ProbeLoop(worker, client, settings, jitter)
+        loop = ProbeLoop(worker, transport, settings, jitter)
         worker.listeners.append(end_with_scope)
         worker.on_probe_wanted = loop.ask
         try:
@@ -111,7 +111,7 @@ class ProbeLoop:
     """The steps of one worker's loop, and what it remembers from one probe to the next."""
 
     worker: Worker
-    client: httpx.AsyncClient
+    transport: httpx.AsyncBaseTransport
     settings: ProbeSettings
     jitter: Callable[[], float]
     _asked: trio.Event = field(init=False, factory=trio.Event)
@@ -173,7 +173,7 @@ class ProbeLoop:
         try:
             with trio.fail_after(self.settings.health_check_timeout_secs):
                 return await step()
-        except (trio.TooSlowError, httpx.TimeoutException):
+        except trio.TooSlowError:
             return _met(ProbeOutcome.TIMED_OUT)
         except (socket.gaierror, UnicodeError) as error:
             return _met(ProbeOutcome.UNRESOLVED, str(error))
@@ -257,7 +257,7 @@ class ProbeLoop:
 
     async def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
         # Kept up to a bound: an answer may be anything, one without an end included.
-        async with ask(self.client, method, self.worker, path, content=content) as response:
+        async with ask(self.transport, method, self.worker, path, content=content) as response:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 if len(body) <= BODY_BYTES_MAX:

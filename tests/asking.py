@@ -41,7 +41,8 @@ async def run_connection(network: MemoryNetwork, plan: Plan, requests: Sequence[
 
 async def _run_request(line: Line, got: Got, requests: Sequence[Got]) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_leave, line, got, nursery.cancel_scope)
+        if got.client.leaves:
+            nursery.start_soon(_leave, line, got, nursery.cancel_scope)
         await line.ask(got, requests if got.client.pipelines else ())
         nursery.cancel_scope.cancel(reason="answered")
     _end(line.plan, got, got.ending or "left")

@@ -50,6 +50,11 @@ class Pipe:
         """Some byte would be taken."""
         return len(self.data) < self.capacity
 
+    @property
+    def is_quiet(self) -> bool:
+        """There is nothing to take, not even an end."""
+        return not (self.data or self.ended or self.broken)
+
     def put(self, data: bytes) -> int:
         """Take what fits; raises BlockingIOError if nothing does, BrokenPipeError after an end."""
         if self.broken or self.ended:
@@ -115,8 +120,7 @@ class MemorySocket:
             raise self.connect_error
 
     def is_quiet(self) -> bool:
-        pipe = self.incoming
-        return not (pipe.data or pipe.ended or pipe.broken)
+        return self.incoming.is_quiet
 
     def untaken_bytes(self) -> int:
         return len(self.outgoing.data)
@@ -214,14 +218,17 @@ class MemoryStream(trio.abc.HalfCloseableStream):
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        await trio.lowlevel.checkpoint()
+        if self._is_closed or not self.incoming.is_quiet:
+            await trio.lowlevel.checkpoint()  # else there is one in the waiting
         while True:
-            try:
-                return self._checked(self.incoming).take(max_bytes or PIPE_BYTES)
-            except BlockingIOError:
+            pipe = self._checked(self.incoming)
+            if pipe.is_quiet:
                 if self._may_read is None:
                     self._may_read = trio.Event()
                 await self._may_read.wait()
+                continue
+            try:
+                return pipe.take(max_bytes or PIPE_BYTES)
             except OSError as error:
                 raise trio.BrokenResourceError from error
 
@@ -366,6 +373,7 @@ class MemoryNetwork:
     async def wait(self) -> None:
         while not self._ready:
             await self._woken.wait()
+        # What others do in the same moment is seen together with it.
         await trio.lowlevel.checkpoint()
 
     # The tests' side

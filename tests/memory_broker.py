@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import TypeVar
 
 import trio
 from attrs import define, field
 
+from router.waking import Waker
 from router.wires.nats.broker import (
     MAX_PAYLOAD_DEFAULT,
     NO_RESPONDERS,
@@ -40,7 +42,6 @@ from router.wires.nats.broker import (
     PayloadTooLarge,
     QueueFull,
     check_subject,
-    matches,
     size_of,
 )
 
@@ -126,7 +127,7 @@ class MemoryServer:
         self._queue: deque[tuple[MemoryBroker, Message]] = deque()
         self._work: deque[Callable[[], None]] = deque()
         self._is_stalled = False
-        self._is_woken = False
+        self._waker: Waker | None = None
         self._strikes_at = float("inf")
 
     def broker(self, *, is_connected: bool = True) -> MemoryBroker:
@@ -204,12 +205,18 @@ class MemoryServer:
 
     def wake(self) -> None:
         """Deliver when Trio gets to it."""
-        if not self._is_woken:
-            self._is_woken = True
-            trio.lowlevel.current_trio_token().run_sync_soon(self._deliver)
+        if self._waker is None:
+            self._waker = Waker()
+            trio.lowlevel.spawn_system_task(self._deliver_whenever_woken, self._waker)
+        self._waker.wake()
+
+    async def _deliver_whenever_woken(self, waker: Waker) -> None:
+        # As a thread's `run_sync_soon` would, without the pipe that wakes Trio.
+        while True:
+            await waker.wait()
+            self._deliver()
 
     def _deliver(self) -> None:
-        self._is_woken = False
         if self._is_stalled:
             return
         batches: dict[MemorySubscription, list[Message]] = {}
@@ -742,3 +749,17 @@ class MemoryWorkQueue:
     async def delete_consumer(self, durable: str) -> None:
         await self.broker.ask()
         self.found().durables.pop(durable, None)
+
+
+@lru_cache(maxsize=4096)
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a subscription to `pattern` gets what is published to `subject`."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted.pop()
+        if len(given) <= len(wanted):
+            return False
+        given = given[: len(wanted)]
+    return len(wanted) == len(given) and all(
+        one in ("*", other) for one, other in zip(wanted, given, strict=True)
+    )

@@ -93,6 +93,12 @@ class Client(Brief):
         return self.path or default
 
     @property
+    def leaves(self) -> bool:
+        """It does not wait for its answer in any case."""
+        moments = (self.leaves_at, self.half_closes_at, self.resets_at)
+        return any(each is not None for each in moments)
+
+    @property
     def is_judged(self) -> bool:
         """It asks for a generation in the plain way, so there is one right answer."""
         return self.raw is None and self.raw_body is None and self.path is None

@@ -20,10 +20,10 @@ from router.wires.nats.broker import (
     NoConsumer,
     PayloadTooLarge,
     QueueFull,
-    matches,
     size_of,
 )
 from tests.brokers import Told, World, in_both_worlds, name
+from tests.memory_broker import matches
 from tests.nats_server import NatsServer
 
 SYNCED = Change(ChangeKind.SYNCED)

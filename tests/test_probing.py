@@ -115,8 +115,8 @@ class Bench:
     @asynccontextmanager
     async def probing(self) -> AsyncIterator[None]:
         transport = httpx.MockTransport(self.engine.handle)
-        async with httpx.AsyncClient(transport=transport) as client, trio.open_nursery() as nursery:
-            nursery.start_soon(probe_forever, self.worker, client, self.settings, lambda: 0.5)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(probe_forever, self.worker, transport, self.settings, lambda: 0.5)
             yield
             nursery.cancel_scope.cancel()
 
@@ -488,12 +488,12 @@ async def ends(bench: Bench, after: float) -> bool:
     transport = httpx.MockTransport(bench.engine.handle)
     done = trio.Event()
 
-    async def run(client: httpx.AsyncClient) -> None:
-        await probe_forever(bench.worker, client, bench.settings)
+    async def run() -> None:
+        await probe_forever(bench.worker, transport, bench.settings)
         done.set()
 
-    async with httpx.AsyncClient(transport=transport) as client, trio.open_nursery() as nursery:
-        nursery.start_soon(run, client)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
         await trio.sleep(after)
         bench.fleet.remove("w1")
         await trio.testing.wait_all_tasks_blocked()

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from secrets import token_hex
 
-import httpx
 import structlog
 import trio
 from attrs import define, field
@@ -222,8 +221,7 @@ class Agent:
 
     async def _probe(self) -> None:
         transport = LineTransport(lambda _: self.line, self.reactor.refresh)
-        async with httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
-            await probe_forever(self.worker, client, self.settings)
+        await probe_forever(self.worker, transport, self.settings)
 
     # Bugs and bookkeeping
 

@@ -103,12 +103,13 @@ class Drain:
     async def _hand_back_queue(self) -> None:
         """What the queue still holds comes now, as others have left, and goes back at once.
 
-        That is what did not get a place within the window, or was stored as the door closed.
+        That is what did not get a place within the window, or was stored as the door closed. The
+        door may still be open where the places came free at the very end of the window; it would
+        make the consumer anew when that is deleted.
         """
-        if await self._empty_queue(trio.current_time()):
-            return
-        self.intake.open_door()
-        await self._empty_queue(trio.current_time() + LEFTOVER_SECONDS)
+        if not await self._empty_queue(trio.current_time()):
+            self.intake.open_door()
+            await self._empty_queue(trio.current_time() + LEFTOVER_SECONDS)
         await self.intake.close_door(DOOR_SECONDS)
 
 

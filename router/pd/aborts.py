@@ -43,7 +43,7 @@ class Counter(Protocol):
 class Aborts:
     """Posts aborts in the background of the router."""
 
-    client: httpx.AsyncClient
+    transport: httpx.AsyncBaseTransport
     counter: Counter
     #: Starts a task that outlives the request.
     spawn: Callable[[Callable[..., Awaitable[object]], Worker, str, bytes | None], None]
@@ -77,7 +77,7 @@ class Aborts:
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         try:
             asking = ask(
-                self.client, "POST", worker, "/abort_request", content=body, headers=headers
+                self.transport, "POST", worker, "/abort_request", content=body, headers=headers
             )
             async with asking as answer:
                 # The status says it all: nobody waits for a body, or reads one without an end.

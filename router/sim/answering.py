@@ -39,6 +39,13 @@ class Answer:
     script: Script
     _keeps: bool = field(default=True, init=False)
 
+    @property
+    def is_given_at_once(self) -> bool:
+        """Nothing is waited for, so nobody can leave meanwhile."""
+        engine = self.engine
+        is_work = self.request.path in engine.dialect.routes
+        return engine.mode.answers and not is_work and not self.script.faults
+
     async def give(self) -> bool:
         """Send it; whether the connection can serve another request."""
         try:

@@ -291,14 +291,15 @@ class SimEngine:
             if request is None:
                 return False
             connection.is_idle = False
-            script = self._script_for(received(request, b"", reused=wire.served > 0))
+            one = received(request, reused=wire.served > 0)
+            script = self._script_for(one)
             slow = script.find("slow_reader")
             pace = slow.integer("bytes_per_second") if slow else 0
             body = await wire.read_body(parser, pace)
         except h11.RemoteProtocolError:
             await self._refuse_malformed(wire)
             return False
-        one = received(request, body, reused=wire.served > 0)
+        one.body = body
         if not one.path.startswith("/sim/"):
             self.requests.append(one)
         if (marked := _marked_in_body(body)) is not None:
@@ -337,11 +338,14 @@ class SimEngine:
 
     async def _answer(self, connection: Connection, one: Received, script: Script) -> bool:
         """Answer while watching for the client to leave, as the real servers do."""
+        answer = Answer(self, connection.wire, one, script)
+        if answer.is_given_at_once:
+            return await answer.give()
         keeps = False
         async with trio.open_nursery() as nursery:
             unnoticed = POLL_SECONDS if self._polls_its_clients else 0.0
             nursery.start_soon(_watch, connection.wire, nursery.cancel_scope, unnoticed)
-            keeps = await Answer(self, connection.wire, one, script).give()
+            keeps = await answer.give()
             nursery.cancel_scope.cancel("answered")
         return keeps
 

@@ -245,7 +245,10 @@ class Script:
 
     def find(self, *names: str) -> Fault | None:
         """The first fault of one of these kinds."""
-        return next((fault for fault in self.faults if fault.kind.name in names), None)
+        for fault in self.faults:  # a loop, since most have none and many are asked for
+            if fault.kind.name in names:
+                return fault
+        return None
 
     def with_more(self, faults: list[Fault]) -> "Script":
         return Script((*self.faults, *faults))

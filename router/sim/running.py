@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
-from functools import partial
 
 import trio
 from attrs import define, field
@@ -39,6 +38,8 @@ class Running:
     """What vLLM's prefill answers for its decode."""
     _fated_at: float = field(default=float("inf"), init=False)
     _scope: trio.CancelScope | None = field(default=None, init=False)
+    _until: float = field(default=float("inf"), init=False)
+    """The end of a pause that a fate would make shorter."""
 
     @property
     def is_fated(self) -> bool:
@@ -51,7 +52,7 @@ class Running:
             return
         self.fate, self._fated_at = fate, at
         if self._scope is not None:
-            self._scope.deadline = at
+            self._scope.deadline = min(at, self._until)
 
     @property
     def prompts(self) -> list[Sequence[int]]:
@@ -87,4 +88,7 @@ class Running:
         if seconds <= 0:
             await trio.lowlevel.checkpoint()
             return
-        await self.until_fated(partial(trio.sleep, seconds))
+        self._until = trio.current_time() + seconds
+        with trio.CancelScope(deadline=min(self._until, self._fated_at)) as self._scope:
+            await trio.sleep_forever()
+        self._scope, self._until = None, float("inf")

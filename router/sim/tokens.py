@@ -9,6 +9,7 @@ Must never depend on the order of a set, on the locale or on a random number.
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import product
 
 END_OF_TEXT, TURN_START, TURN_END = 0, 1, 2
@@ -19,6 +20,8 @@ VOCABULARY_SIZE = 2048
 """As large as the tiny model's that the recorded streams come from, so that their ids are valid."""
 
 _FIRST_BYTE = len(SPECIAL_TEXTS)
+_SHORT = 1000
+"""Characters of a text whose tokens are kept, since prompts come again, and to many engines."""
 
 # The first half of many four-byte characters is one token, as in trained byte-level
 # vocabularies; the second half then is two single bytes.
@@ -108,13 +111,21 @@ def encode(text: str) -> list[int]:
 
     Lone surrogates (legal in JSON) are encoded as the replacement character.
     """
+    ids = _encode_again if len(text) < _SHORT else _encode
+    return list(ids(text))
+
+
+def _encode(text: str) -> tuple[int, ...]:
     ids: list[int] = []
     for index, part in enumerate(_SPECIAL_PATTERN.split(text)):
         if index % 2:
             ids.append(SPECIAL_TEXTS.index(part))
         elif part:
             ids += _encode_plain(part)
-    return ids
+    return tuple(ids)
+
+
+_encode_again = lru_cache(maxsize=1024)(_encode)
 
 
 def _encode_plain(text: str) -> Iterable[int]:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import h11
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
 RECEIVE_BYTES = 65536
 PIPELINED_BYTES_MAX = 1 << 20
@@ -24,22 +24,23 @@ Stream = trio.abc.HalfCloseableStream
 
 
 @runtime_checkable
-class Resettable(Protocol):
-    """A stream that knows how to end as with a TCP reset."""
+class Abrupt(Protocol):
+    """A stream that can end at once, also as with a TCP reset."""
 
     def reset(self) -> None: ...
+    def close(self) -> None: ...
 
 
-@frozen
+@define
 class Received:
     """A request as it arrived."""
 
     method: str
     path: str
     headers: dict[str, str]
-    body: bytes
     reused: bool
     keeps_alive: bool
+    body: bytes = b""
 
 
 class ClientGone(Exception):
@@ -68,11 +69,15 @@ class Wire:
         if self._unread:
             parser.receive_data(self._unread)
             self._unread = b""
-        limit = idle_seconds if self.served else float("inf")
-        with trio.move_on_after(limit):
-            event = await self._next_event(parser)
-            return event if isinstance(event, h11.Request) else None
+        if not self.served:
+            return await self._read_head(parser)
+        with trio.move_on_after(idle_seconds):
+            return await self._read_head(parser)
         return None
+
+    async def _read_head(self, parser: h11.Connection) -> h11.Request | None:
+        event = await self._next_event(parser)
+        return event if isinstance(event, h11.Request) else None
 
     async def read_body(self, parser: h11.Connection, bytes_per_second: int = 0) -> bytes:
         """The rest of the request; what follows it is kept for the next one."""
@@ -153,9 +158,10 @@ class Wire:
         if not self.is_open:
             return
         self.is_open = False
-        if reset and isinstance(self.stream, Resettable):
-            self.stream.reset()
-        elif reset and isinstance(self.stream, trio.SocketStream):
+        if isinstance(self.stream, Abrupt):
+            self.stream.reset() if reset else self.stream.close()
+            return
+        if reset and isinstance(self.stream, trio.SocketStream):
             linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await trio.aclose_forcefully(self.stream)
@@ -176,14 +182,14 @@ def head(status: int, headers: Iterable[tuple[str, str]], unix_time: float) -> b
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def received(request: h11.Request, body: bytes, *, reused: bool) -> Received:
+def received(request: h11.Request, *, reused: bool) -> Received:
+    """The request of this head, its body yet to come."""
     headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
     closes = "close" in headers.get("connection", "").lower() or request.http_version == b"1.0"
     return Received(
         request.method.decode(),
         request.target.decode().partition("?")[0],
         headers,
-        body,
         reused,
         not closes,
     )

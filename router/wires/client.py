@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from types import MappingProxyType
 
 import httpx
-import trio
 
 from router.headers import Headers
 from router.waking import Waker
@@ -25,6 +24,9 @@ UNREAD_BYTES_HIGH = 256 * 1024
 #: Where a request's extensions name its worker, and the largest body of its answer.
 WORKER = "worker"
 BYTES_MAX = "bytes_max"
+ALWAYS: Mapping[bytes, bytes] = MappingProxyType(
+    {b"accept": b"*/*", b"accept-encoding": b"identity", b"user-agent": b"baton"}
+)
 
 
 class WireAway(httpx.TransportError):
@@ -105,7 +107,7 @@ class _Inbox(httpx.AsyncByteStream):
         while not self.status:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._waker.wait()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
@@ -119,22 +121,16 @@ class _Inbox(httpx.AsyncByteStream):
                 return
             if self.upstream is not None:
                 self.upstream.resume()
-            await self._wait()
+            await self._waker.wait()
 
     async def aclose(self) -> None:
         if self.upstream is not None:
             self.upstream.close()
 
-    async def _wait(self) -> None:
-        timeout = self.request.extensions.get("timeout", {}).get("read")
-        with trio.move_on_after(float("inf") if timeout is None else timeout) as scope:
-            await self._waker.wait()
-        if scope.cancelled_caught:
-            raise httpx.ReadTimeout("no answer in time", request=self.request)
 
-
-def ask(
-    client: httpx.AsyncClient,
+@asynccontextmanager
+async def ask(
+    transport: httpx.AsyncBaseTransport,
     method: str,
     worker: Worker,
     path: str,
@@ -142,22 +138,29 @@ def ask(
     content: bytes | None = None,
     bytes_max: float = float("inf"),
     headers: Mapping[bytes, bytes] = MappingProxyType({}),
-) -> AbstractAsyncContextManager[httpx.Response]:
-    """A request to one worker, through a client over `LineTransport`; raises its errors.
+) -> AsyncIterator[httpx.Response]:
+    """A request to one worker, through a `LineTransport`; raises its errors, and has no time limit.
 
     `path` is below the worker's base path. The answer is read by whoever enters the context; one
-    that is larger than `bytes_max` is an error of the worker's.
+    that is larger than `bytes_max` is an error of the worker's. A client of httpx is not between:
+    it would tell the cookies of one worker to all the others.
     """
-    headers = {b"accept-encoding": b"identity", **headers}
+    headers = {**ALWAYS, **headers}
     if content is not None:
         headers[b"content-type"] = b"application/json"
-    return client.stream(
+    request = httpx.Request(
         method,
         f"http://worker{path}",
         headers=headers,
         content=content,
         extensions={WORKER: worker, BYTES_MAX: bytes_max},
     )
+    response = await transport.handle_async_request(request)
+    response.request = request
+    try:
+        yield response
+    finally:
+        await response.aclose()
 
 
 class LineTransport(httpx.AsyncBaseTransport):

@@ -286,19 +286,6 @@ class Broker(Core, Protocol):
         """
 
 
-def matches(pattern: str, subject: str) -> bool:
-    """Whether a subscription to `pattern` gets what is published to `subject`."""
-    wanted, given = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted.pop()
-        if len(given) <= len(wanted):
-            return False
-        given = given[: len(wanted)]
-    return len(wanted) == len(given) and all(
-        one in ("*", other) for one, other in zip(wanted, given, strict=True)
-    )
-
-
 def check_subject(subject: str) -> None:
     """Refuse what would end the protocol line early: a ValueError."""
     if not subject or _NOT_IN_SUBJECTS.search(subject):
