@@ -236,9 +236,16 @@ class Channel:
             if self._hung_up:
                 self.hung_up_while_paused()
             return
-        if self._fetched is None:
-            self.fetch()
-        data, self._fetched = self._fetched, None
+        data = self._fetched
+        if data is None:
+            try:
+                data = self.sock.recv(RECV_BYTES)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                data = error
+        else:
+            self._fetched = None
         kept, self._kept = self._kept, False
         if isinstance(data, OSError):
             self._lose(data)

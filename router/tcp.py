@@ -193,6 +193,11 @@ class TcpNetwork:
         """Resolve descriptors to owners at once, so that none of this batch can be mistaken."""
         owners = self._owners
         found = self._epoll.poll(seconds, limit)
+        if len(found) == 1:
+            number, events = found[0]
+            owner = owners.get(number)
+            self.is_nested_ready = owner is None
+            return () if owner is None else ((owner, events),)
         ready = [(owners[number], events) for number, events in found if number in owners]
         # The nested one has no owner, and is the only one without.
         self.is_nested_ready = len(ready) != len(found)
