@@ -23,6 +23,7 @@ from attrs import define, field
 
 from router.api import Api
 from router.booking import Booking
+from router.books import Books
 from router.calls import Limits
 from router.choosing import make_chooser
 from router.config import Settings
@@ -120,7 +121,7 @@ class App:
             fleet=self.fleet,
             chooser=chooser,
             metrics=self.metrics,
-            logs=self.logs,
+            books=Books(self.metrics, self.logs, self.reactor),
             house=self,
             feed=self.feed,
             booking=booking,

@@ -25,6 +25,7 @@ from router.answering import (
     unreachable,
     without_encoding,
 )
+from router.books import Books
 from router.calls import Call
 from router.clocks import Clocks, is_due
 from router.errors import Refusal, nest_error
@@ -70,6 +71,7 @@ class Exchange:
     clocks: Clocks
     whole_bytes_max: int
     observer: Observer
+    books: Books
     leg: Leg | None = None
     #: The pair of the attempt, where it takes two workers; `leg` is decode's then.
     pair: Pair | None = None
@@ -300,7 +302,7 @@ class Exchange:
         self.fire("first_token")
         self.channel.rearm()
         if is_resumed:
-            self.observer.arrived(self)
+            self.books.arrived(self)
 
     def meet_poison(self) -> None:
         """What was just read can no longer be continued elsewhere."""
@@ -310,7 +312,7 @@ class Exchange:
             self.fire("unreplayable")
         if self.ticket.state is S.POISONED:
             self._is_poison_told = True
-            self.observer.poisoned(self)
+            self.books.poisoned(self)
 
     def complete_locally(self, leg: Leg, leg_fact: str, fact: str, *, is_marked: bool) -> None:
         """The finish is delivered; what is missing of the end is written here."""
@@ -319,7 +321,7 @@ class Exchange:
             self.write_last(moving.tail())
         else:
             self.write_last(DONE_EVENT if is_marked else b"")
-        self.observer.completed_locally("finish_seen")
+        self.books.completed_locally("finish_seen")
         self.complete(leg, leg_fact, fact)
 
     def settle(self, leg: Leg) -> None:
@@ -332,7 +334,7 @@ class Exchange:
     def complete_without_leg(self, reason: str, tail: bytes) -> None:
         """Between two workers it turned out that nothing was missing but the end."""
         self.write_last(tail)
-        self.observer.completed_locally(reason)
+        self.books.completed_locally(reason)
         self.fire("lost_after_end")
 
     def pass_on(self, leg: Leg, answering: Answering) -> None:

@@ -12,7 +12,6 @@ import random
 from collections import deque
 
 import httpx
-import structlog
 import trio
 from attrs import define, field
 
@@ -47,8 +46,6 @@ ANSWER_BYTES_MAX = 4 * 1024 * 1024
 CROWD = 16
 SPREAD_SECONDS_EACH = 0.005
 SPREAD_SECONDS_MAX = 1.0
-
-_log = structlog.get_logger("baton")
 
 
 @define(eq=False)
@@ -198,20 +195,3 @@ class Mover:
             return pair if isinstance(pair, PairChoice) else None
         ready = self.fleet.ready("mixed", ticket.model)
         return self.chooser.choose(ready, now, excluded, ticket.model, ticket.missed)
-
-
-def log_move(exchange: Exchange, moving: Moving, gap_seconds: float) -> None:
-    """One line a move, at its first content."""
-    ticket, continuation = exchange.ticket, moving.continuation
-    assert continuation is not None
-    assert ticket.worker is not None
-    _log.info(
-        "moved",
-        id=ticket.id,
-        source=moving.lost_worker,
-        target=ticket.worker.id,
-        tokens=continuation.carried,
-        mode=continuation.mode.value,
-        reason=moving.reason,
-        gap_seconds=gap_seconds,
-    )

@@ -12,22 +12,13 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Who is told how a request goes, and books it."""
+    """Whose request it is: who began it, and ends what it holds."""
 
     def conclude(self, exchange: Exchange) -> None:
         """The request's machine has come to its end; called once."""
 
     def has_other_way(self, exchange: Exchange) -> bool:
         """Some worker that could take the request is not behind a message broker."""
-
-    def arrived(self, exchange: Exchange) -> None:
-        """A move has produced content."""
-
-    def poisoned(self, exchange: Exchange) -> None:
-        """The stream can no longer be continued elsewhere; called once."""
-
-    def completed_locally(self, reason: str) -> None:
-        """The end of a stream was written here."""
 
     def crashed(self, exchange: Exchange, error: Exception) -> None:
         """A bug of ours was met in this request, which may be over by now."""

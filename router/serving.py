@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import structlog
 from attrs import define, field
 
 from router.admission import Admission
 from router.booking import Booking
+from router.books import Books
 from router.bugs import Bugs
 from router.calls import Call, has_key
 from router.choosing import Choice, Chooser
@@ -30,10 +30,9 @@ from router.feed import Feed
 from router.front import ClientChannel
 from router.headers import request_id_of, to_worker
 from router.legs import Leg, LegListener
-from router.logs import Logs
 from router.metrics import Metrics
 from router.migration.shape import examine
-from router.mover import Mover, log_move
+from router.mover import Mover
 from router.moving import Moving
 from router.openai import Asked
 from router.pd.aborts import Aborts
@@ -50,8 +49,6 @@ from statemachines.router import RouterState
 
 #: Ended requests that /debug can still tell about.
 ENDED_MAX = 1000
-
-_log = structlog.get_logger("baton")
 
 
 class House(Protocol):
@@ -75,7 +72,7 @@ class Serving:
     fleet: Fleet
     chooser: Chooser
     metrics: Metrics
-    logs: Logs
+    books: Books
     house: House
     feed: Feed
     booking: Booking
@@ -112,7 +109,7 @@ class Serving:
             house=self.house,
             aborts=self.aborts,
             counter=self.metrics,
-            leg_observer=self,
+            leg_observer=self.books,
             leg_listeners=self._leg_listeners,
         )
 
@@ -214,6 +211,7 @@ class Serving:
             ),
             whole_bytes_max=self.settings.max_body_bytes,
             observer=self,
+            books=self.books,
         )
         ticket.moving = self._moving_for(call, route, asked)
         ticket.listeners = (self._book_request, exchange.on_edge)
@@ -246,7 +244,7 @@ class Serving:
     def conclude(self, exchange: Exchange) -> None:
         """Called once, in the final state: give up what it holds, reply, write the books."""
         ticket = exchange.ticket
-        now = ticket.ended_at = self.reactor.now
+        ticket.ended_at = self.reactor.now
         del self.live[ticket]
         self.ended.append(ticket)
         self.admission.leave(exchange)
@@ -256,31 +254,7 @@ class Serving:
         exchange.forget()
         if not self.live:
             self.emptied.wake()
-        if moving is not None:
-            self._book_break(ticket, moving)
-            outcome = "ok" if ticket.state is RequestState.FINISHED else None
-            moving.decide(self.metrics.stream_ended, outcome)
-        seconds = now - ticket.started_at
-        first = ticket.first_token_at
-        first_seconds = None if first is None else first - ticket.started_at
-        self.metrics.request_ended(
-            route=ticket.route,
-            outcome=ticket.state,
-            seconds=seconds,
-            first_token_seconds=first_seconds,
-        )
-        self.logs.request_line(
-            id=ticket.id,
-            route=ticket.route,
-            worker=None if ticket.worker is None else ticket.worker.id,
-            attempts=ticket.attempts,
-            state=ticket.state,
-            status=ticket.status,
-            prompt_tokens=ticket.prompt_tokens,
-            completion_tokens=ticket.completion_tokens,
-            first_token_seconds=first_seconds,
-            seconds=seconds,
-        )
+        self.books.request_ended(ticket, moving)
 
     # Queued
 
@@ -333,8 +307,7 @@ class Serving:
         ticket, worker = exchange.ticket, choice.worker
         ticket.worker = worker
         if choice.forced:
-            self.metrics.breaker_overridden(worker.id)
-            _log.warning("breaker_overridden", id=ticket.id, worker=worker.id)
+            self.books.overridden(ticket, worker)
         ticket.attempts += 1
         leg = exchange.leg = Leg(
             id=f"{ticket.id}.{ticket.attempts}",
@@ -342,7 +315,7 @@ class Serving:
             role=worker.role,
             permit=choice.permit,
             owner=exchange,
-            observer=self,
+            observer=self.books,
             listeners=self._leg_listeners,
             now=self.reactor.now,
         )
@@ -393,54 +366,7 @@ class Serving:
             return unknown
         return Refusal("no_workers", "No worker is ready.", retry_after=1)
 
-    # What exchanges and legs report
-
-    def arrived(self, exchange: Exchange) -> None:
-        """A move has produced content: it is counted, and one of the limit is spent."""
-        moving = exchange.ticket.moving
-        assert moving is not None
-        assert moving.continuation is not None
-        now = self.reactor.now
-        gap = now - (now if moving.lost_at is None else moving.lost_at)
-        self.metrics.migrated(
-            reason=moving.reason,
-            mode=moving.continuation.mode.value,
-            gap_seconds=gap,
-            carried_tokens=moving.record.sequence_length,
-        )
-        log_move(exchange, moving, gap)
-        moving.decide(self.metrics.stream_ended, "migrated")
-        moving.arrive()
-
-    def poisoned(self, exchange: Exchange) -> None:
-        """A stream can no longer be continued elsewhere."""
-        moving = exchange.ticket.moving
-        if moving is not None and moving.record.poison is not None:
-            self.metrics.poisoned(moving.record.poison)
-
-    def completed_locally(self, reason: str) -> None:
-        """The end of a stream was written here."""
-        self.metrics.completed_locally(reason)
-
-    def _book_break(self, ticket: Ticket, moving: Moving) -> None:
-        """A stream that broke after content and could not go on, with the reason why."""
-        is_broken = moving.lost_at is not None and moving.record.has_content
-        if ticket.state is RequestState.FAILED and is_broken:
-            fact = ticket.history[-1][1].fact
-            if fact != "shut_down":
-                reason = "deadline" if fact == "deadline_passed" else moving.why_stuck()
-                self.metrics.migration_failed(reason)
-                _log.warning("not_moved", id=ticket.id, source=moving.lost_worker, reason=reason)
-
-    def now(self) -> float:
-        """Time of the current pass."""
-        return self.reactor.now
-
-    def leg_settled(self, leg: Leg, outcome: str) -> None:
-        """Book one leg; called once by the leg itself."""
-        self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
-        if leg.is_stream and leg.stream_outcome is not None:
-            self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)
+    # What exchanges report
 
     def has_other_way(self, exchange: Exchange) -> bool:
         """Some worker that could take the request is not behind a message broker."""
