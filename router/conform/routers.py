@@ -8,6 +8,7 @@ on the command line in the same words.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ class Candidate:
             "{knobs}": self._knob_words(order),
         }
         words: list[str] = []
-        for word in text.split():
+        for word in shlex.split(text):
             words += several[word] if word in several else [_filled(word, places)]
         return words if "{knobs}" in text else words + several["{knobs}"]
 
@@ -98,13 +99,13 @@ class Candidate:
         for seat in order.seats:
             if seat.role == role:
                 places = {"url": seat.url, "bootstrap_port": str(seat.bootstrap_port)}
-                words += [_filled(word, places) for word in template.split()]
+                words += [_filled(word, places) for word in shlex.split(template)]
         return words
 
     def _knob_words(self, order: Order) -> list[str]:
         words: list[str] = []
         for knob, value in order.knobs.items():
-            words += [word.replace("{}", value) for word in self.flags[knob].split()]
+            words += [word.replace("{}", value) for word in shlex.split(self.flags[knob])]
         return words
 
 
@@ -257,14 +258,22 @@ def _launched(text: str) -> Candidate:
 
 def _check_places(said: str, text: str) -> None:
     """What stands for several words must be a word; raises BadRouter."""
-    for word in text.split():
+    for word in _words(said, text):
         if inside := [place for place in _SEVERAL_PLACES if place in word and place != word]:
             raise BadRouter(f"{said}: {inside[0]} must be a word of its own, not in {word}")
 
 
+def _words(said: str, text: str) -> list[str]:
+    """As a shell would part them; raises BadRouter."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadRouter(f"{said}: {error} in {text}") from None
+
+
 def installed(one: Candidate, folder: str) -> Candidate:
     """With the version that its script tells, if it does; raises BadRouter where there is none."""
-    word = _filled(one.command.split()[0], {"bin": folder, "python": sys.executable})
+    word = _filled(shlex.split(one.command)[0], {"bin": folder, "python": sys.executable})
     script = shutil.which(word)
     if script is None:
         raise BadRouter(f"{one.name}: there is no {word} (--bin says where presets are)")
@@ -281,6 +290,7 @@ def installed(one: Candidate, folder: str) -> Candidate:
 
 
 def _told(one: Candidate, setting: str, value: str) -> Candidate:
+    _words(f"--set {one.name}.{setting}", value)
     if setting in KNOBS:
         return attrs.evolve(one, flags={**one.flags, setting: value})
     if setting not in SETTINGS:
