@@ -130,6 +130,25 @@ def test_two_that_meet_later_complain_once_and_spare_the_other_s_entry(later: fl
     play(story)
 
 
+def test_one_of_two_that_leaves_spares_the_other_s_place_in_the_queue() -> None:
+    async def story(stage: Stage) -> None:
+        stage.server.lose(NAMES.agent(ID), times=2)
+        second = start_second(stage)
+        await trio.sleep(4 * ASK_SECONDS)
+        durables = stage.server.streams[NAMES.stream].durables
+        shared = dict(durables)
+        second.agent.ask_to_stop()
+        await second.ended.wait()
+
+        assert durables == shared
+        assert shared
+        stage.agent.ask_to_stop()
+        await stage.wait_stopped()
+        assert not durables
+
+    play(story, settings={"nats_req_max_pending": 4})
+
+
 def test_an_entry_is_not_left_to_one_that_has_gone_without_a_word() -> None:
     async def story(stage: Stage) -> None:
         stage.server.lose(NAMES.agent(ID), times=2)

@@ -365,13 +365,18 @@ def test_whoever_still_waits_when_an_agent_comes_back_is_served_by_it() -> None:
     run(story)
 
 
-def test_a_queue_that_is_made_anew_counts_from_one_and_is_served() -> None:
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_queue_that_is_made_anew_counts_from_one_and_is_served(stands: bool) -> None:
+    """Also where the consumer does not stand yet: then nobody says that anything was lost."""
+
     async def story(cluster: Cluster) -> None:
         asker = Asker(cluster)
         for _ in range(5):
             await asker.store("w1")
-        cluster.add_agent("w1", agent=QUEUED)
+        broker = cluster.add_agent("w1", agent=QUEUED).broker
         await trio.sleep(WARM_UP_SECONDS)
+        if not stands:
+            broker.consumptions[0].on_lost = lambda _: None
         cluster.server.down(forgets=True)
         await trio.sleep(1.0)
         cluster.server.up()
