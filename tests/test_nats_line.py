@@ -114,13 +114,15 @@ def old_frame(kind: str) -> tuple[bytes, dict[str, str]]:
 
 
 @asynccontextmanager
-async def world(*, is_there: bool = True, pending_max: int = 0) -> AsyncIterator[World]:
+async def world(
+    *, is_there: bool = True, is_connected: bool = True, pending_max: int = 0
+) -> AsyncIterator[World]:
     async with trio.open_nursery() as nursery:
         server = MemoryServer()
         bugs: list[Exception] = []
         reactor = Reactor(MemoryNetwork(nursery), bugs.append)
         nursery.start_soon(reactor.run)
-        near, far = server.broker(), server.broker()
+        near, far = server.broker(is_connected=is_connected), server.broker()
         counted: list[None] = []
         wire = NatsWire(
             near,
@@ -988,6 +990,18 @@ async def test_a_request_goes_out_as_soon_as_its_agent_is_back_as_well(
         assert asked.told == []
         assert len(it.requests) == 1
         sent.close()
+
+
+async def test_at_the_first_connection_who_is_not_there_is_absent(
+    autojump_clock: MockClock,
+) -> None:
+    """Nothing was lost, so nobody is on his way back."""
+    async with world(is_there=False, is_connected=False) as it:
+        await trio.sleep(1.0)
+        it.server.mend(it.near)
+        asked, _ = await it.begin()
+
+        assert asked.told == ["unreachable"]
 
 
 async def test_a_request_does_not_wait_for_ever(autojump_clock: MockClock) -> None:
