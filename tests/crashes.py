@@ -12,7 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -24,12 +24,15 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 import router
 from router.app import App
 from router.calls import _split
+from router.config import Settings
 from router.logs import configure
 from router.migration.skimming import _compiled
 from router.sim import SimEngine, SimSettings
 from router.workerspec import WorkerSpec
 from tests.leftovers import Lines, hurried, left_of
 from tests.memory import MemoryNetwork, MemoryStream
+from tests.memory_broker import MemoryServer
+from tests.nats_peers import Peer, dialler
 from tests.neighbours import Neighbours
 
 _HOME = str(Path(router.__file__).parent)
@@ -54,9 +57,16 @@ class World:
     app: App
     engines: list[SimEngine]
     log: Lines
+    #: The broker that the router and its workers' agents are connected to, if any.
+    server: MemoryServer
     streams: list[MemoryStream] = field(factory=list)
     #: What the scene's clients were sent.
     heard: bytes = b""
+
+    @property
+    def bugs(self) -> list[object]:
+        """What was told of bugs: the log's lines, and what a broker in memory keeps instead."""
+        return [*self.log.bugs, *(each for b in self.server.brokers for each in b.errors)]
 
     def open(self) -> MemoryStream:
         """A connection of the scene's client; closed when the scene is over."""
@@ -92,6 +102,8 @@ class Scene:
     places: int = 0
     #: The engine of two prefill and two decode workers that the scene's client is served by.
     halves: str = ""
+    #: The scene's client is served by workers behind NATS; the bystander's is not.
+    is_behind_nats: bool = False
     first_token_seconds: float = 60.0
 
 
@@ -126,7 +138,7 @@ def calls_of(scene: Scene) -> Counter[str]:
         if name is not None and event == "call":
             counts[name] += 1
 
-    bugs = _run(scene, count).log.bugs
+    bugs = _run(scene, count).bugs
     assert not bugs, bugs
     return counts
 
@@ -149,7 +161,7 @@ def play(scene: Scene, name: str, number: int) -> World:
     try:
         world = _run(scene, trip)
         assert raised, "it did not run"
-        assert world.log.bugs, "nobody was told of the bug"
+        assert world.bugs, "nobody was told of the bug"
     except BaseException as error:
         error.add_note(f"play(SCENES[{scene.name!r}], {name!r}, {number})")
         raise
@@ -247,12 +259,29 @@ def _build(nursery: trio.Nursery, scene: Scene) -> World:
         header_timeout_secs=60.0,
         keep_alive_timeout_secs=60.0,
     )
+    server = MemoryServer()
+    if scene.is_behind_nats:
+        settings = _behind_nats(nursery, server, engines, settings)
     logs = configure(format="json", level="debug")
     logs.writer = lines = Lines()
-    app = App(settings, network, logs)
+    app = App(settings, network, logs, server.broker() if scene.is_behind_nats else None)
     app.listen()
     nursery.start_soon(app.run)
-    return World(network, app, engines, lines)
+    return World(network, app, engines, lines, server)
+
+
+def _behind_nats(
+    nursery: trio.Nursery, server: MemoryServer, engines: list[SimEngine], settings: Settings
+) -> Settings:
+    """All workers but the bystander's have an agent, and are reached by no other way."""
+    names = [engine.settings.name for engine in engines[1:]]
+    for engine in engines[1:]:
+        dial = dialler(nursery, partial(getattr, engine, "serve_connection"), lambda: False)
+        Peer(nursery, server.broker(), engine.settings.name, dial).start()
+    specs = [WorkerSpec.parse(f"nats:{name},engine=vllm,bootstrap_host=x") for name in names]
+    return attrs.evolve(
+        settings, worker_urls=(settings.worker_urls[0], *specs), nats="nats://127.0.0.1:4222"
+    )
 
 
 def _half(

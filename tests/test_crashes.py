@@ -108,6 +108,17 @@ async def with_a_lost_decode(world: World) -> None:
     await world.ask(post(tokens=6))
 
 
+async def over_an_outage(world: World) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.ask, post(tokens=30))
+        await trio.sleep(1.0)
+        world.server.down()
+        await trio.sleep(1.0)
+        nursery.start_soon(world.ask, post())
+        await trio.sleep(1.0)
+        world.server.up()
+
+
 def _scene(act: Callable[[World], Awaitable[None]]) -> Scene:
     return Scene(act.__name__, act)
 
@@ -118,6 +129,10 @@ SCENES = {
         *map(_scene, (whole, streamed, moved, retried, abandoned, refused, read_slowly)),
         *map(_scene, (given_back, asked_itself, watched)),
         Scene("silent", silent, first_token_seconds=3.5),
+        *(
+            Scene(f"{act.__name__} behind nats", act, is_behind_nats=True)
+            for act in (whole, moved, abandoned, over_an_outage)
+        ),
         Scene("queued", queued, places=2),
         *(
             Scene(f"{act.__name__} {kind}", act, halves=kind)
@@ -137,14 +152,16 @@ FLOOR = {
     "reactor.Reactor._handle",
     "reactor.Reactor._look_again",
     "reactor.Reactor._sweep",
-    "reactor.Reactor.begin_batch",
-    "reactor.Reactor.end_batch",
+    "reactor.Reactor._begin_batch",
+    "reactor.Reactor._end_batch",
+    "reactor.Reactor.batch",
     "reactor.Reactor.forget",
     "reactor.Reactor.turn",
     "reactor.Reactor.turn.<locals>.<genexpr>",
     "reactor._rank",
     "waking.Sweeper.sweep",
     "waking.Sweeper.wait",
+    "waking.Waker._abandon",
 }
 #: One in so many, and others the next time: all of them take two minutes.
 SHARE = 4 if os.environ.get("CI") else 16

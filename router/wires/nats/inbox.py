@@ -174,13 +174,10 @@ class Inbox:
     # What the broker tells
 
     def _on_messages(self, messages: Sequence[Message]) -> None:
-        self.reactor.begin_batch()
-        try:
+        with self.reactor.batch():
             if self._first and len(messages) > 1:
                 messages = sorted(messages, key=self._rank)
             self._hand_out(messages)
-        finally:
-            self.reactor.end_batch()
 
     def _hand_out(self, messages: Sequence[Message]) -> None:
         """Each to its attempt, those in a row together."""
@@ -208,23 +205,24 @@ class Inbox:
         return Rank.WORKER if sent is None else sent.rank
 
     def _on_lost(self, why: str) -> None:
-        self.reactor.begin_batch()
-        self._tell_each(list(self._open.values()), lambda sent: sent.expose(why))
-        self.reactor.end_batch()
+        with self.reactor.batch():
+            self._tell_each(list(self._open.values()), lambda sent: sent.expose(why))
 
     def _on_state(self, is_connected: bool) -> None:
-        self.reactor.begin_batch()
-        every = list(self._open.values())
-        if is_connected:
-            if self._was_lost:  # at the first connection, who is not there is absent
-                self._settled_at = self.reactor.now + SETTLING_SECONDS
-            self._tell_each(every, NatsSent.reconnected)
-            waiting, self._waiting = self._waiting, {}
-            self._tell_each(list(waiting), lambda sent: waiting[sent][0]())
-        else:
-            self._was_lost = True
-            self._tell_each(every, lambda sent: sent.expose("the connection to the broker is lost"))
-        self.reactor.end_batch()
+        with self.reactor.batch():
+            if is_connected:
+                self._reconnected()
+            else:
+                self._was_lost = True
+                why = "the connection to the broker is lost"
+                self._tell_each(list(self._open.values()), lambda sent: sent.expose(why))
+
+    def _reconnected(self) -> None:
+        if self._was_lost:  # at the first connection, who is not there is absent
+            self._settled_at = self.reactor.now + SETTLING_SECONDS
+        self._tell_each(list(self._open.values()), NatsSent.reconnected)
+        waiting, self._waiting = self._waiting, {}
+        self._tell_each(list(waiting), lambda sent: waiting[sent][0]())
 
     def _tell_each(self, every: Sequence[NatsSent], tell: Callable[[NatsSent], object]) -> None:
         for sent in every:

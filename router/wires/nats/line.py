@@ -71,9 +71,8 @@ class NatsWire:
 
     def lose_worker(self, worker_id: str) -> None:
         """It has gone without a word: what waits for it in the work queue goes elsewhere."""
-        self.reactor.begin_batch()
-        self.inbox.lose_worker(self.names.cancel(worker_id), "the worker's entry has expired")
-        self.reactor.end_batch()
+        with self.reactor.batch():
+            self.inbox.lose_worker(self.names.cancel(worker_id), "the worker's entry has expired")
 
     async def flush(self) -> None:
         """At the end: what was cancelled is told to its workers. Takes FLUSH_SECONDS at most."""

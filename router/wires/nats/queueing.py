@@ -217,6 +217,5 @@ class Queueing:
     def _tell(self, sent: NatsSent, tell: Callable[[NatsSent], None]) -> None:
         """What a task has found out, as if the reactor had."""
         if not sent.is_over:
-            self.inbox.reactor.begin_batch()
-            self.inbox.guard(sent, tell)
-            self.inbox.reactor.end_batch()
+            with self.inbox.reactor.batch():
+                self.inbox.guard(sent, tell)
