@@ -30,7 +30,7 @@ from router.migration.settling import Counting, Unsettled, settle
 from router.moving import Moving
 from router.pd.pairing import PairChoice
 from router.pd.pairs import Pairs
-from router.wires.client import ask
+from router.wires.client import ask, read
 from router.worker import Fleet, Worker
 from router.workerspec import ROLES
 from statemachines.request import RequestState
@@ -141,10 +141,10 @@ class Mover:
         )
         try:
             async with asking as answer:
-                await answer.aread()
+                text = await read(answer)
         except httpx.TransportError:
             return None
-        return read_answer(answer.content) if answer.status_code == 200 else None
+        return read_answer(text) if answer.status_code == 200 else None
 
     def _kin(self, exchange: Exchange, moving: Moving) -> deque[Worker]:
         """Who may be asked: workers of the same model, those that failed this request left out."""

@@ -20,7 +20,7 @@ from attrs import asdict, define, field
 
 from router.engines import MODELS, Answer, Knowledge, next_question, recognise
 from router.migration.fingerprint import fingerprint, question_body, read_ids
-from router.wires.client import WireAway, ask
+from router.wires.client import WireAway, ask, read
 from router.worker import Origin, Probe, ProbeOutcome, Worker
 from statemachines import Edge
 from statemachines.worker import WorkerState
@@ -258,11 +258,8 @@ class ProbeLoop:
     async def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
         # Kept up to a bound: an answer may be anything, one without an end included.
         async with ask(self.transport, method, self.worker, path, content=content) as response:
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                if len(body) <= BODY_BYTES_MAX:
-                    body += chunk
-            return Answer(response.status_code, bytes(body))
+            body = await read(response, kept_max=BODY_BYTES_MAX)
+            return Answer(response.status_code, body)
 
     def _note_missing_endpoint(self) -> None:
         if self._has_endpoint:

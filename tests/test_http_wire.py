@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from random import Random
@@ -15,7 +17,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from router.config import Settings
 from router.reactor import Reactor
-from router.wires.client import LineTransport, ask
+from router.wires.client import LineTransport, ask, read
 from router.wires.http import (
     HEAD_BYTES_MAX,
     LINGER_SECONDS,
@@ -849,6 +851,32 @@ async def test_a_cookie_of_one_worker_is_not_told_to_another() -> None:
             await post(over(wire), "/health")
 
         assert b"cookie" not in script.requests[1].lower()
+
+
+PACKED = gzip.compress(b"\0" * 200_000_000)
+
+
+@pytest.mark.parametrize(
+    "encoding, body, told",
+    [
+        (b"gzip", gzip.compress(b"hello"), b"hello"),
+        (b"deflate", zlib.compress(b"hello"), b"hello"),
+        (b"identity", b"hello", b"hello"),
+        (b"gzip", b"", b""),
+        (b"gzip", b"hello", None),
+        (b"gzip", gzip.compress(b"hello")[:-4], None),
+        (b"br", b"hello", None),
+        (b"gzip", PACKED, None),
+    ],
+)
+async def test_a_body_is_unpacked_as_it_says_and_within_bounds(
+    encoding: bytes, body: bytes, told: bytes | None
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: %b\r\ncontent-length: %d\r\n\r\n"
+    async with wired(Script(head % (encoding, len(body)) + body)) as wire:
+        with nullcontext() if told is not None else pytest.raises(httpx.RemoteProtocolError):
+            async with ask(over(wire), "POST", some_worker(), "/", content=b"\r\n\r\nhi") as answer:
+                assert await read(answer) == told
 
 
 async def test_paths_begin_with_the_base_path() -> None:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import httpx
 
 from router.headers import Headers
+from router.unpacking import NotPacked, unpack
 from router.waking import Waker
 from router.wires.line import Line, Sent
 from router.worker import Worker
@@ -161,6 +162,26 @@ async def ask(
         yield response
     finally:
         await response.aclose()
+
+
+async def read(response: httpx.Response, *, kept_max: float = float("inf")) -> bytes:
+    """The body of an answer, unpacked where it was compressed unasked; raises httpx.TransportError.
+
+    It is read to its end; of one that is longer than `kept_max` bytes the rest is dropped. httpx
+    would unpack as well, but without a bound.
+    """
+    body, stream = bytearray(), response.stream
+    assert isinstance(stream, httpx.AsyncByteStream)
+    async for piece in stream:
+        if len(body) <= kept_max:
+            body += piece
+    encoding = response.headers.get("content-encoding", "identity").lower().encode()
+    if encoding == b"identity" or not body:
+        return bytes(body)
+    try:
+        return unpack(encoding, bytes(body))
+    except NotPacked as error:
+        raise httpx.RemoteProtocolError(str(error), request=response.request) from error
 
 
 class LineTransport(httpx.AsyncBaseTransport):

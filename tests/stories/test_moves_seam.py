@@ -107,6 +107,23 @@ def test_where_one_does_not_detokenize_another_is_asked(fault: str) -> None:
     assert asked[0] == 1 <= asked[1]
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_answer_that_says_that_it_is_packed_may_be_so(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_packed:
+        monkeypatch.setattr("router.sim.answering.compress", lambda data: data)
+    outcome = lose(
+        "request=1:cut,after_events=6", more(stop=["###"]), kinds="vllm vllm vllm",
+        happenings=((0.0, "faults 1 path=/detokenize:gzip"),),
+    )  # fmt: skip
+
+    asked = [[each.path for each in outcome.work(n)].count("/detokenize") for n in (1, 2)]
+    assert is_whole(outcome)
+    assert outcome.moves == {"stream_broken exact": 1}
+    assert bool(asked[1]) is not is_packed
+
+
 def test_the_only_one_is_asked_again() -> None:
     # Behind NATS a question may be lost: 2.5 s later it is put once more.
     outcome = lose(
