@@ -333,7 +333,10 @@ class _Drawing:
         if self.one_in(3) and not chat:
             extra["stop"] = luck.sample(STOPS, luck.randint(1, 3))
         if self.one_in(5):
-            extra["min_tokens"] = luck.randint(0, tokens)
+            least = luck.randint(0, tokens)
+            # In an event of several tokens nobody can tell on which side a stop string ends.
+            if "stop" not in extra or "merged tokens" not in self.has:
+                extra["min_tokens"] = least
         return {"chat": chat, "tokens": tokens, "prompt": luck.choice(PROMPTS), "extra": extra}
 
     # The rest

@@ -143,6 +143,19 @@ def test_ignore_eos_and_min_tokens_put_the_end_off() -> None:
     assert patient.count > 100
 
 
+@pytest.mark.parametrize("least", range(8))
+def test_vllm_spares_stop_strings_within_min_tokens_and_sglang_none(least: int) -> None:
+    """Measured with vLLM 0.32.0 (strictly behind them) and SGLang 0.5.23 (12 of 13 tokens)."""
+    plain = run(choose("Hi", Limits(20)))
+    text = tokens.decode(plain.ids[4:5])
+    assert tokens.decode(plain.ids).count(text) == 1
+    limits = Limits(20, min_tokens=least, stop=(text,))
+
+    finish = {manner: run(choose("Hi", limits, manner)).finish for manner in (VLLM, SGLANG)}
+
+    assert finish == {VLLM: "stop" if least < 5 else "length", SGLANG: "stop"}
+
+
 def test_a_stop_token_ends_without_showing_itself() -> None:
     plain = run(choose("Hi", Limits(20)))
     stopped = run(choose("Hi", Limits(20, stop_ids=frozenset({plain.ids[5]}))))

@@ -138,7 +138,8 @@ class Seam:
         record = self.record
         if not isinstance(text, str):
             return ""
-        may_stop = record.tokens >= record.shape.min_tokens
+        # vLLM spares the first `min_tokens` tokens, SGLang looks for stop strings in all of them.
+        may_stop = self.engine != "vllm" or record.tokens > record.shape.min_tokens
         shown = self.stops.feed(text, is_last=is_last, may_stop=may_stop)
         record.waiting = self.stops.waiting
         return shown

@@ -72,8 +72,8 @@ class StopSeam:
     def feed(self, text: str, *, is_last: bool = False, may_stop: bool = True) -> str:
         """The text that may go to the client now; after a hit nothing more.
 
-        `may_stop` is false while the client's `min_tokens` are not reached: engines do not look
-        for stop strings before.
+        `may_stop` is false for text of vLLM's that is within the client's `min_tokens`: it does not
+        look for stop strings that end there.
         """
         if self.is_done:
             return "" if self.hit is not None else text

@@ -24,15 +24,28 @@ class Manner:
 
     `holds_characters`: text that could begin a stop string is kept back, its ids are not;
     else whole chunks are kept back, ids and text alike, and what went out stays out.
+    `spares_the_least`: a stop string has to end behind the first `min_tokens` tokens (vLLM 0.32.0);
+    else these only put off the end of sequence and stop tokens (SGLang 0.5.23).
     """
 
     holds_characters: bool
     repeats_cut_prompt: bool
     flushes_unfinished: bool
+    spares_the_least: bool
 
 
-VLLM = Manner(holds_characters=True, repeats_cut_prompt=True, flushes_unfinished=False)
-SGLANG = Manner(holds_characters=False, repeats_cut_prompt=False, flushes_unfinished=True)
+VLLM = Manner(
+    holds_characters=True,
+    repeats_cut_prompt=True,
+    flushes_unfinished=False,
+    spares_the_least=True,
+)
+SGLANG = Manner(
+    holds_characters=False,
+    repeats_cut_prompt=False,
+    flushes_unfinished=True,
+    spares_the_least=False,
+)
 
 
 @frozen
@@ -158,7 +171,8 @@ class Choice:
             self._unsent += self._decode(tokens.VOCABULARY[token])
         if self.finish is not None and self.manner.flushes_unfinished:
             self._unsent += self._decoder.decode(b"", final=True)
-        if self.limits.stop and self.count >= self.limits.min_tokens:
+        is_spared = self.manner.spares_the_least and self.count <= self.limits.min_tokens
+        if self.limits.stop and not is_spared:
             self._look_for_stop(len(self._unsent) - known)
 
     def _decode(self, data: bytes) -> str:

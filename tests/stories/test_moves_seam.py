@@ -64,6 +64,22 @@ def test_stop_strings_that_stay_are_found_too(chat: bool) -> None:
     assert (outcome.one.finish, outcome.one.text) == ("stop", "本 little day are好")
 
 
+@pytest.mark.parametrize("kinds", ["vllm vllm", "sglang sglang"])
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
+@pytest.mark.parametrize("least", range(11))
+@pytest.mark.parametrize("stop", ["y are", "本 little"])
+def test_min_tokens_spare_what_they_spare_without_a_break(
+    stop: str, least: int, chat: bool, kinds: str
+) -> None:
+    usage = {"include_usage": True}
+    client = same(chat, stop=[stop], min_tokens=least, ignore_eos=True, stream_options=usage)
+    is_blind = chat and kinds.startswith("sglang")
+    untold = len(unbroken(client).events) - 3 if is_blind else None
+
+    for after in set(range(2, 10)) - {untold}:  # see above
+        assert is_whole(lose(f"request=1:cut,after_events={after}", client, kinds=kinds)), after
+
+
 def test_held_back_text_is_asked_for_and_its_ids_are_carried() -> None:
     outcome = lose("request=1:cut,after_events=6", more(stop=["###"]))
 
