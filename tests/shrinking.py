@@ -101,7 +101,20 @@ def _of_engine(engine: Engine) -> Iterator[Engine]:
     faults = engine.faults.split(";") if engine.faults else []
     for rest in _without_one(faults):
         yield attrs.evolve(engine, faults=";".join(rest))
+    for place, fault in enumerate(faults):
+        for less in _of_fault(fault):
+            yield attrs.evolve(engine, faults=";".join(_with(faults, place, less)))
     yield from _plainer(engine, {"faults"})
+
+
+def _of_fault(fault: str) -> Iterator[str]:
+    """Without the condition before the colon, and without one of the parameters behind the kind."""
+    condition, colon, what = fault.rpartition(":")
+    if colon:
+        yield what
+    kind, *parameters = what.split(",")
+    for rest in _without_one(parameters):
+        yield condition + colon + ",".join([kind, *rest])
 
 
 def _of_client(client: Client) -> Iterator[Client]:
@@ -110,9 +123,20 @@ def _of_client(client: Client) -> Iterator[Client]:
     for name in client.extra:
         rest = {key: value for key, value in client.extra.items() if key != name}
         yield attrs.evolve(client, extra=rest)
+    for name, wish in client.extra.items():
+        for less in _of_wish(wish):
+            yield attrs.evolve(client, extra=client.extra | {name: less})
     if client.tokens > 1:
         yield attrs.evolve(client, tokens=client.tokens // 2)
     yield from _plainer(client, {"then", "extra", "tokens"})
+
+
+def _of_wish(wish: object) -> Iterator[object]:
+    """A list without one, an object without one of its members; none of them empty."""
+    if isinstance(wish, dict):
+        yield from (dict(rest) for rest in _without_one(list(wish.items())) if rest)
+    elif isinstance(wish, list):
+        yield from (list(rest) for rest in _without_one(wish) if rest)
 
 
 def _plainer(whole: T, kept: set[str]) -> Iterator[T]:
