@@ -46,6 +46,8 @@ class _Request(msgspec.Struct):
     id: str
     state: str
     transitions: tuple[_Transition, ...]
+    #: Of the request, when the router was asked.
+    seconds: object = None
 
 
 class _Line(msgspec.Struct):
@@ -77,6 +79,8 @@ class Recording:
     others: int = 0
     #: The state that the router showed at the end, where it is one request's answer.
     state: str | None = None
+    #: When the router was asked, in seconds since that request came.
+    asked_at: float | None = None
     #: Sentences on what could not be read and is missing from the records.
     gaps: tuple[str, ...] = ()
     #: Sentences on times that are none.
@@ -124,16 +128,23 @@ def _read_request(whole: Mapping[str, object]) -> Recording:
         request = msgspec.convert(whole, _Request)
     except msgspec.ValidationError as problem:
         raise BadRecording(f"not the answer of /debug/requests/ID: {problem}") from None
+    asked_at = _seconds_of(request.seconds)
     if not request.transitions:
+        waits = "" if asked_at is None else f" for {asked_at:.3f} s"
         raise BadRecording(
             f"request {shown(request.id)} has no transitions yet: it is {shown(request.state)}"
+            f"{waits}"
         )
     clock = _Clock()
     records = [
         Record(*_words(each, request.id), clock.read(each.seconds)) for each in request.transitions
     ]
     return Recording(
-        tuple(records), is_whole=True, state=request.state, remarks=tuple(clock.remarks())
+        tuple(records),
+        is_whole=True,
+        state=request.state,
+        asked_at=asked_at,
+        remarks=tuple(clock.remarks()),
     )
 
 

@@ -67,7 +67,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         recording = _select(_read(arguments.file), arguments.machine, arguments.id)
         found = replay(recording.records, is_whole=recording.is_whole)
         if arguments.draw:
-            _draw(arguments.draw, found, arguments.file)
+            _draw(arguments.draw, found, recording, arguments.file)
     except (Mistake, NotDrawn, OSError) as problem:
         print(f"baton replay: {problem}", file=sys.stderr)
         return 2
@@ -183,7 +183,9 @@ def _title(life: Life, recording: Recording) -> str:
     facts = _number(len(life.path), "fact")
     began, ended = _began(life, recording), life.path[-1][0] if life.path else None
     took = f" in {ended - began:.3f} s" if began is not None and ended is not None else ""
-    return f"{life.name}: {facts}{took}, {life.state.value}"
+    stayed = _last_stay(life, recording)
+    still = "" if stayed is None else f" for {stayed:.3f} s"
+    return f"{life.name}: {facts}{took}, {life.state.value}{still}"
 
 
 def _began(life: Life, recording: Recording) -> float | None:
@@ -191,6 +193,12 @@ def _began(life: Life, recording: Recording) -> float | None:
     if recording.is_whole:
         return 0.0
     return life.path[0][0] if life.path else None
+
+
+def _last_stay(life: Life, recording: Recording) -> float | None:
+    """Seconds in the state where it was when the router was asked, if it is known to be there."""
+    is_there = life.refusal is None and life.state.value == recording.state
+    return life.last_stay(recording.asked_at) if is_there else None
 
 
 def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
@@ -210,6 +218,9 @@ def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
             str(edge.target.value),
             edge.why,
         )
+    if (stayed := _last_stay(life, recording)) is not None:
+        still = "still there when the router was asked"
+        yield _time(recording.asked_at), _time(stayed), str(life.state.value), "", "", "", still
 
 
 def _time(seconds: float | None) -> str:
@@ -254,12 +265,12 @@ def _number(count: int, noun: str) -> str:
 #### As a picture
 
 
-def _draw(name: str, found: Replay, source: str) -> None:
+def _draw(name: str, found: Replay, recording: Recording, source: str) -> None:
     charts = list(dict.fromkeys(life.chart for life in found.lives))
     if len(charts) != 1:
         machines = ", ".join(chart.name for chart in charts) or "nothing"
         raise Mistake(f"--draw {name}: one machine a picture, not {machines}; see --machine")
-    picture(name, charts[0], _paint(found.lives, source))
+    picture(name, charts[0], _paint(found.lives, recording, source))
 
 
 def picture(name: str, chart: Chart, paint: Paint) -> None:
@@ -278,7 +289,7 @@ def picture(name: str, chart: Chart, paint: Paint) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _paint(lives: Sequence[Life], source: str) -> Paint:
+def _paint(lives: Sequence[Life], recording: Recording, source: str) -> Paint:
     if len(lives) > 1:
         taken = Counter(edge for life in lives for _, edge in life.path)
         inside = Counter(life.state for life in lives if not life.is_over)
@@ -288,7 +299,7 @@ def _paint(lives: Sequence[Life], source: str) -> Paint:
     return path_paint(
         f"{life.name}, {_number(len(life.path), 'fact')}",
         life.path,
-        stays=life.total_stays(),
+        stays=life.total_stays(0.0 if recording.is_whole else None, recording.asked_at),
         refused_in=None if refusal is None else life.state,
         refused="" if refusal is None else refusal.record.fact,
     )
