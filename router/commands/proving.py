@@ -15,6 +15,11 @@ from router.commands.mistakes import complain
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Models, and how deep to look."""
+    parser.epilog = (
+        "In the tables of --explain and of broken promises a row is what happened and what is so "
+        "after it. Columns of budgets (untried, ... left) say what is left; - where it is over "
+        "and nobody asks."
+    )
     parser.add_argument("model", nargs="*", help="only these, by the names that are printed")
     parser.add_argument(
         "--explain",
