@@ -130,8 +130,9 @@ def _live_diagrams(arguments: argparse.Namespace) -> int:
     if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
         return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
     try:
-        print(draw_live(arguments.live, folder))
+        drawn = draw_live(arguments.live, folder)
     except (CannotPaint, NotDrawn, RemoteError, OSError) as problem:
-        print(f"baton diagrams: {problem}", file=sys.stderr)
+        complain("diagrams", problem)
         return 1
+    print(drawn)
     return 0

@@ -17,7 +17,9 @@ from pathlib import Path
 import attrs
 
 from router.commands.columns import columns
+from router.commands.mistakes import complain
 from router.commands.recordings import BadRecording, Recording, read_recording, shown
+from router.reasons import in_words
 from statemachines import CHARTS
 from statemachines.chart import Chart
 from statemachines.draw import dot, mermaid
@@ -69,8 +71,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         if arguments.draw:
             _draw(arguments.draw, found, recording, arguments.file)
     except (Mistake, NotDrawn, OSError) as problem:
-        print(f"baton replay: {problem}", file=sys.stderr)
-        return 2
+        return complain("replay", problem)
     print("\n".join(_report(found, recording, shows_all=arguments.all)))
     if found.refusals or _differs(found, recording):
         return 1
@@ -86,7 +87,7 @@ def _read(name: str) -> Recording:
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as problem:
-        raise Mistake(f"{name}: {problem.strerror}") from None
+        raise Mistake(in_words(problem)) from None
     try:
         return read_recording(data)
     except BadRecording as problem:
