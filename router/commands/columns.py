@@ -10,6 +10,11 @@ def printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of them: one request, two requests."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def cut(text: str, width: int) -> str:
     """The text in at most so many characters. The middle goes first: ids differ at their ends."""
     if len(text) <= width:

@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from attrs import define, field, frozen
 
-from router.commands.columns import printable
+from router.commands.columns import counted, printable
 from statemachines.replay import Lost, Record
 
 T = TypeVar("T")
@@ -274,11 +274,11 @@ class _Reader:
         if self._misfits:
             return f"no whole transition in it: {self._misfits[0]}"
         if "truncated" in str(problem):
-            return f"its JSON is cut off after {len(data):,} bytes"
+            return f"its JSON is cut off after {counted(len(data), 'byte')}"
         if lines == 1 and (self._broken or self.is_cut):
             return f"its JSON is broken: {problem}"
         return (
-            f"no transitions in it ({_count(lines, 'line')}); a router's log has them with "
+            f"no transitions in it ({counted(lines, 'line')}); a router's log has them with "
             "--log-format json --log-level debug"
         )
 
@@ -320,15 +320,11 @@ class _Clock:
 
     def remarks(self) -> Iterator[str]:
         if self._missing:
-            yield f"{_count(self._missing, 'fact')} without a time"
+            yield f"{counted(self._missing, 'fact')} without a time"
         if self._odd:
-            yield f"{_count(len(self._odd), 'time')} not readable, the first is {self._odd[0]!r}"
+            yield f"{counted(len(self._odd), 'time')} not readable, the first is {self._odd[0]!r}"
         if self.is_mixed:
             yield "its times are of two clocks, and only those of the day are shown"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _seconds_of(value: object) -> float | None:

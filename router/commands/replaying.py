@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from router.commands.columns import columns
+from router.commands.columns import columns, counted
 from router.commands.mistakes import complain
 from router.commands.recordings import BadRecording, Recording, read_recording, shown
 from router.reasons import in_words
@@ -162,7 +162,7 @@ def _backward(found: Replay, recording: Recording) -> Iterator[str]:
         began = [0.0] if recording.is_whole else []
         names += [life.name for one, other in pairwise([*began, *times]) if other < one]
     if names:
-        yield f"{_number(len(names), 'time')} before the one before, the first of {names[0]}"
+        yield f"{counted(len(names), 'time')} before the one before, the first of {names[0]}"
 
 
 def _counted(found: Replay) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _table_of(life: Life, recording: Recording) -> Iterator[str]:
 
 
 def _title(life: Life, recording: Recording) -> str:
-    facts = _number(len(life.path), "fact")
+    facts = counted(len(life.path), "fact")
     began, ended = _began(life, recording), life.path[-1][0] if life.path else None
     took = f" in {ended - began:.3f} s" if began is not None and ended is not None else ""
     stayed = _last_stay(life, recording)
@@ -250,17 +250,13 @@ def _legal(refusal: Refusal) -> list[str]:
 def _summary(found: Replay, recording: Recording) -> str:
     facts = sum(len(life.path) for life in found.lives)
     remarks = [
-        f"{_number(len(found.lives), 'subject')}, {_number(facts, 'fact')}",
+        f"{counted(len(found.lives), 'subject')}, {counted(facts, 'fact')}",
         f"{len(found.refusals):,} refused" if found.refusals else "all legal",
-        *([f"{_number(found.lost, 'transition')} missing in the recording"] if found.lost else []),
+        *([f"{counted(found.lost, 'transition')} missing in the recording"] if found.lost else []),
         *([f"{found.unjudged:,} after a refusal not judged"] if found.unjudged else []),
-        *([f"{recording.others:,} other lines"] if recording.others else []),
+        *([counted(recording.others, "other line")] if recording.others else []),
     ]
     return "; ".join(remarks)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 #### As a picture
@@ -298,7 +294,7 @@ def _paint(lives: Sequence[Life], recording: Recording, source: str) -> Paint:
     (life,) = lives
     refusal = life.refusal
     return path_paint(
-        f"{life.name}, {_number(len(life.path), 'fact')}",
+        f"{life.name}, {counted(len(life.path), 'fact')}",
         life.path,
         stays=life.total_stays(0.0 if recording.is_whole else None, recording.asked_at),
         refused_in=None if refusal is None else life.state,

@@ -16,7 +16,7 @@ import msgspec
 import trio
 from attrs import define
 
-from router.commands.columns import cut, printable
+from router.commands.columns import counted, cut, printable
 from router.commands.remote import add_admin_key, reason_of
 from router.feed import MACHINES, BadFilter, Lost, Transition, check_machine
 from router.websocket import STOPPED, WatchError, WatchRefused, watch
@@ -156,7 +156,7 @@ class Screen:
 
     def sum_up(self) -> None:
         """The last line, beside the output."""
-        print(f"{self.seen:,} transitions, {self.lost:,} lost", file=sys.stderr)
+        print(f"{counted(self.seen, 'transition')}, {self.lost:,} lost", file=sys.stderr)
 
     def _line(self, words: tuple[str, ...]) -> str:
         fitted = (
