@@ -7,7 +7,6 @@ trio-websocket is used here and nowhere else.
 
 from __future__ import annotations
 
-import os
 import ssl
 from collections.abc import Callable
 from urllib.parse import urlencode, urlsplit
@@ -18,6 +17,7 @@ import trio_websocket
 
 from router.calls import Call
 from router.feed import Feed, Filter, Watcher
+from router.reasons import in_words
 
 WATCH_PATH = "/debug/transitions"
 #: How long a watcher may take for its handshake, and for the last words.
@@ -219,7 +219,7 @@ async def _connect(url: str, query: dict[str, list[str]]) -> tuple[Connected, st
     except trio.TooSlowError:
         raise WatchError(f"{url}: no connection within {HANDSHAKE_SECONDS:g} s") from None
     except (OSError, trio.BrokenResourceError) as problem:
-        raise WatchError(f"{url}: {_reason_of(problem)}") from None
+        raise WatchError(f"{url}: {in_words(problem)}") from None
     wanted = urlencode(query, doseq=True)
     path = parts.path.removesuffix(WATCH_PATH)
     return stream, parts.netloc, f"{path}{WATCH_PATH}" + (wanted and f"?{wanted}")
@@ -238,12 +238,3 @@ async def _dial(host: str, port: int, *, is_tls: bool) -> Connected:
         await trio.aclose_forcefully(stream)
         raise
     return stream
-
-
-def _reason_of(problem: Exception) -> str:
-    inner = _first(problem.__cause__ or problem)
-    if isinstance(inner, ssl.SSLError):
-        return f"TLS failed: {str(inner.reason).replace('_', ' ').lower()}"
-    if isinstance(inner, OSError) and inner.errno is not None and inner.errno > 0:
-        return os.strerror(inner.errno)
-    return str(getattr(inner, "strerror", None) or inner)

@@ -17,7 +17,7 @@ from attrs import frozen
 from statemachines.chart import Chart, Edge
 from statemachines.paint import Line, Paint
 
-__all__ = ["arrows", "dot", "mermaid"]
+__all__ = ["arrows", "dot", "mermaid", "mermaid_legend"]
 
 #: Fill and line of a state by how many scopes hold it, then of the states nothing leaves.
 DEPTHS = (("#ffffff", "#5b6770"), ("#e3eefb", "#3b6ea5"), ("#fdf0d5", "#b07d1a"))
@@ -209,6 +209,23 @@ def _dot_title(paint: Paint) -> list[str]:
 def mermaid(chart: Chart, paint: Paint = PLAIN) -> str:
     """The chart as a Mermaid state diagram: flat, scopes as colours, a node for each box."""
     return "\n".join(["stateDiagram-v2", *_indent(_mermaid_body(chart, paint)), ""])
+
+
+def mermaid_legend(chart: Chart) -> str:
+    """A line of Markdown with what the picture cannot say of itself, if there is anything."""
+    drawn = arrows(chart)
+    lines = [
+        f"`{group}` stands for {', '.join(f'`{fact}`' for fact in members)}"
+        for group, members in chart.groups.items()
+    ]
+    if any(arrow.is_fallback for arrow in drawn):
+        lines.append("`[else]` is where the guard does not hold")
+    if any(arrow.box for arrow in drawn):
+        lines.append(
+            "*any state of scope …* is every state of it where the fact can happen, if no guard "
+            "holds"
+        )
+    return f"In it {'; '.join(lines)}.\n\n" if lines else ""
 
 
 def _mermaid_body(chart: Chart, paint: Paint) -> Iterator[str]:

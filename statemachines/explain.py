@@ -320,4 +320,4 @@ class _Walk(Generic[W]):
     def path(self, number: int, step: tuple[str, W] | None = None) -> Path:
         """How the world is reached, and one more step if there is one."""
         path = path_on(self.model, self.graph, self.graph.way_to(number))
-        return path if step is None else (*path, (step[0], self.model.show(step[1])))
+        return path if step is None else (*path, (step[0], self.model.columns(step[1])))

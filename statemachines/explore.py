@@ -49,8 +49,21 @@ class Model(Generic[W]):
     eventually: Mapping[str, Callable[[W], bool]] = field(factory=dict)
     #: Whenever the first holds, the second comes true at last.
     whenever: Mapping[str, tuple[Callable[[W], bool], Callable[[W], bool]]] = field(factory=dict)
-    #: The columns of a printed path.
+    #: What there is to see of a world, by name.
     show: Callable[[W], Mapping[str, str]] = lambda world: {"world": repr(world)}
+    #: Of these, what is spent, and what the columns are called that say how much of it is left.
+    budgets: Mapping[str, str] = field(factory=dict)
+    #: Its budgets mean nothing any more and are none, which makes fewer worlds.
+    forgets: Callable[[W], bool] = lambda _: False
+
+    def columns(self, world: W) -> Mapping[str, str]:
+        """The columns of a printed path. What was forgotten is not shown as spent."""
+        shown = self.show(world)
+        gone = self.budgets if self.forgets(world) else ()
+        return {
+            self.budgets.get(name, name): "-" if name in gone and text == "0" else text
+            for name, text in shown.items()
+        }
 
     @property
     def promises(self) -> list[str]:
@@ -155,7 +168,7 @@ class _Walk(Generic[W]):
             for word, after in graph.look():
                 for promise, fits in model.between.items():
                     if not fits(world, word, after):
-                        yield Broken(promise, (*self._path(number), (word, model.show(after))))
+                        yield Broken(promise, (*self._path(number), (word, model.columns(after))))
         except Exception as error:
             yield Broken(RAISED, self._path_to_raising(number, error), note=str(error))
             return
@@ -184,7 +197,7 @@ class _Walk(Generic[W]):
         path = self._path(number)
         if not isinstance(error, IllegalTransition):
             return path
-        nowhere = dict.fromkeys(self.model.show(self.graph.worlds[number]), "")
+        nowhere = dict.fromkeys(self.model.columns(self.graph.worlds[number]), "")
         return (*path, (f"{error.fact}, which is illegal", nowhere))
 
     def _on_a_cycle(self, returning: Sequence[int]) -> int:
@@ -199,7 +212,7 @@ class _Walk(Generic[W]):
 
 def path_on(model: Model[W], graph: Graph[W], way: Sequence[int]) -> Path:
     """What happens on a way, and what is shown of each world on it."""
-    shown = [model.show(graph.worlds[number]) for number in way]
+    shown = [model.columns(graph.worlds[number]) for number in way]
     return tuple(zip(graph.words_on(way), shown, strict=True))
 
 

@@ -92,7 +92,8 @@ def blocks(diagrams: str = "diagrams") -> dict[str, str]:
         # Graphviz lays the boxes out better than any viewer of Mermaid, so it is the picture.
         picture = f"{diagrams}/{chart.name}.svg"
         found[f"{chart.name}-diagram"] = f"![The {chart.name} machine]({picture})\n"
-        found[f"{chart.name}-mermaid"] = f"```mermaid\n{draw.mermaid(chart)}```\n"
+        legend = draw.mermaid_legend(chart)
+        found[f"{chart.name}-mermaid"] = f"{legend}```mermaid\n{draw.mermaid(chart)}```\n"
         found[f"{chart.name}-states"] = tables.state_table(chart)
         found[f"{chart.name}-facts"] = tables.fact_table(chart)
         found[f"{chart.name}-guards"] = tables.guard_table(chart)

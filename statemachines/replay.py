@@ -100,12 +100,23 @@ class Life:
             yield seconds - before if known else None  # type: ignore[operator]  # known
             before = seconds
 
-    def total_stays(self) -> dict[Enum, float]:
-        """Seconds in each state that was left, over all of its stays; the first is not known."""
+    def last_stay(self, until: float | None) -> float | None:
+        """Seconds in the state where it is, up to this moment; None where it is over."""
+        since = self.path[-1][0] if self.path else None
+        return None if self.is_over or until is None or since is None else until - since
+
+    def total_stays(
+        self, began: float | None = None, until: float | None = None
+    ) -> dict[Enum, float]:
+        """Seconds in each state, over all of its stays, as far as they are known.
+
+        `began` is when the first state was entered, `until` up to when the last one is watched.
+        """
+        states = [*(edge.source for _, edge in self.path), self.state]
         total: dict[Enum, float] = {}
-        for (_, edge), seconds in zip(self.path, self.stays(), strict=True):
+        for state, seconds in zip(states, [*self.stays(began), self.last_stay(until)], strict=True):
             if seconds is not None:
-                total[edge.source] = total.get(edge.source, 0.0) + seconds
+                total[state] = total.get(state, 0.0) + seconds
         return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, StrEnum
 from itertools import product
@@ -36,7 +37,7 @@ from statemachines import (
 )
 from statemachines.breaker import BREAKER
 from statemachines.chart import Everywhere, each, everywhere
-from statemachines.draw import arrows, dot, mermaid
+from statemachines.draw import arrows, dot, mermaid, mermaid_legend
 from statemachines.generated import NotDrawn, UnknownBlock, stale, write
 from statemachines.leg import OUTCOMES, VERDICTS, told_by_decode, told_by_prefill
 from statemachines.request import RequestState
@@ -530,6 +531,19 @@ def test_every_machine_has_a_page_of_its_own(chart: Chart, tmp_path: Path) -> No
     assert row_table(chart) in text
     assert grid(chart) in text
     assert ("## Guards" in text) is bool(chart.guards)
+
+
+@every_chart
+def test_each_word_of_a_mermaid_picture_is_a_fact_or_explained(chart: Chart) -> None:
+    picture, legend = mermaid(chart), mermaid_legend(chart)
+
+    labels = re.findall(r"^  \w+ --> \w+: (.+)$", picture, re.MULTILINE)
+    words = {line.partition(" ")[0] for label in labels for line in label.split("<br/>")}
+    for word in words - set(chart.facts):
+        assert f"`{word}` stands for `{'`, `'.join(chart.groups[word])}`" in legend
+    assert ("any state of scope" in picture) is ("any state of scope" in legend)
+    assert ("[else]" in picture) is ("[else]" in legend)
+    assert f"{legend}```mermaid\n" in generated.blocks()[f"{chart.name}-mermaid"]
 
 
 def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from attrs import frozen
 
@@ -12,6 +15,7 @@ from statemachines import worlds
 from statemachines.check import models, run_checks
 from statemachines.explain import NEVER, NEVER_DUE, Ambiguous, explain, explain_all, explanations
 from statemachines.explore import CYCLE, RAISED, STUCK, Model
+from statemachines.graph import Graph
 from tests.test_explore import counter, up
 
 MODELS = models()
@@ -147,6 +151,46 @@ def test_worlds_without_names_can_be_explained_too() -> None:
     assert lines(counter(up, always={"small": lambda n: n < 9}), "small")[1] == f"  {NEVER}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", [model for model in MODELS if model.budgets], ids=lambda model: model.name
+)
+def test_what_a_model_forgets_is_not_shown_as_spent(model: Model[Any]) -> None:
+    """At most one of a budget goes with one step, also with the last one."""
+    graph = Graph(model.starts, model.steps).complete()
+    spent: set[str] = set()
+    for world in graph.worlds:
+        before = model.columns(world)
+        for word, after in model.steps(world):
+            now = model.columns(after)
+            for name in model.budgets.values():
+                if "-" not in (before[name], now[name]):
+                    fewer = int(before[name]) - int(now[name])
+                    assert fewer in (0, 1), (name, before, word, now)
+                    spent |= {name} if fewer else set()
+                else:
+                    assert model.forgets(after)
+
+    assert spent == set(model.budgets.values())
+
+
+def test_a_budget_that_was_overdrawn_is_shown_also_where_it_is_over() -> None:
+    model = attrs.evolve(counted(), budgets={"number": "left"}, forgets=lambda _: True)
+
+    assert [model.columns(Count(number)) for number in (0, -1)] == [{"left": "-"}, {"left": "-1"}]
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_are_what_is_printed() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text()
+    examples = re.findall(r"^```\n([\w ]+): (.+)\n((?:.*\n)+?)```$", page, re.MULTILINE)
+
+    assert len(examples) == 2
+    for name, promise, shown in examples:
+        (model,) = (each for each in MODELS if each.name == name)
+        assert explain(model, promise) == f"{name}: {promise}\n{shown}".rstrip("\n")
+
+
 def test_a_promise_is_found_by_some_of_its_words() -> None:
     text = explain_all(MODELS, "A NEUTRAL end")
 
@@ -182,25 +226,31 @@ def test_the_command_prints_the_example(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "sentence", "listed"),
     [
-        (["no such promise"], "no promise has the words 'no such promise'; there are", 237),
+        (
+            ["no such promise"],
+            "no promise has the words 'no such promise'; there are",
+            sum(len(model.promises) for model in MODELS),
+        ),
         (
             ["a request finishes"],
             "several promises have the words 'a request finishes'; write out one of",
             3,
         ),
-        (["no such", "the router"], "no promise has the words 'no such'; there are", None),
+        (
+            ["no such", "the router"],
+            "no promise has the words 'no such'; there are",
+            len(worlds.router().promises),
+        ),
     ],
 )
 def test_a_name_that_is_no_promise_lists_those_that_exist(
-    words: list[str], sentence: str, listed: int | None, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, listed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["check", "--explain", *words]) == 2
 
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"baton check: {sentence}\n")
-    if listed is None:
-        listed = len(worlds.router().promises)
     assert len([line for line in said.err.splitlines() if line.startswith("  ")]) == listed
 
 

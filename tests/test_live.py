@@ -159,7 +159,7 @@ def test_the_address_of_the_metrics_is_understood_too(router: Router, tmp_path: 
         (["--check", "--root", "nowhere"], "--root nowhere: no such directory"),
         (["--live", ""], "nothing: not the URL of a router (http://HOST:PORT)"),
         (["--live", "h:1"], "h:1: not the URL of a router (http://HOST:PORT)"),
-        (["--live", "http://127.0.0.1:1"], "http://127.0.0.1:1: [Errno 111] Connection refused"),
+        (["--live", "http://127.0.0.1:1"], "diagrams: http://127.0.0.1:1: Connection refused"),
         (["--live", "http://h", "--output", "file"], "file is no directory; choose another"),
     ],
 )

@@ -230,6 +230,15 @@ def test_lines_of_two_clocks_are_shown_by_the_day(
     assert "note: 1 fact without a time" in mixed
 
 
+@pytest.mark.parametrize(("count", "said"), [(1, "1 other line"), (2, "2 other lines")])
+def test_lines_that_were_passed_over_are_counted(
+    count: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, shown = replayed(b"baton: listening\n" * count + line(), capsys, tmp_path)
+
+    assert shown[-1] == f"1 subject, 1 fact; all legal; {said}"
+
+
 #### Nothing that was asked for
 
 

@@ -254,12 +254,13 @@ def test_what_a_watcher_lost_is_read() -> None:
 #### The command
 
 
-def document(edges: Sequence[Edge], state: str) -> str:
+def document(edges: Sequence[Edge], state: str, seconds: object = 2.5) -> str:
     return json.dumps(
         {
             "id": "r1",
             "state": state,
             "route": "chat",
+            "seconds": seconds,
             "transitions": [
                 {
                     "seconds": 0.5 * number,
@@ -290,6 +291,61 @@ def test_a_request_is_shown_as_a_table_with_times(
         *("1.000", "0.500", "streaming", "leg_stalled", "can_migrate", "migrating")
     ]
     assert said[-1] == "1 subject, 6 facts; all legal"
+
+
+@pytest.mark.parametrize("count", range(1, len(MOVED)))
+def test_a_live_request_shows_how_long_it_has_been_where_it_is(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = str(MOVED[count - 1].target.value)
+    since = 0.5 * (count - 1)
+    (tmp_path / "r1.json").write_text(document(MOVED[:count], state, since + 60.0))
+
+    code = cli.main(["replay", str(tmp_path / "r1.json"), "--draw", str(tmp_path / "r.dot")])
+
+    said = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert said[0].endswith(f" in {since:.3f} s, {state} for 60.000 s")
+    assert said[count + 2].split(maxsplit=3) == [
+        *(f"{since + 60:.3f}", "60.000", state, "still there when the router was asked")
+    ]
+    stays = {str(edge.source.value): 0.5 for edge in MOVED[1:count]} | {"queued": 0.0}
+    stays[state] = stays.get(state, 0.0) + 60.0
+    drawn = re.findall(
+        r'^ *\w+ \[label="(\w+)\\n([\d.]+) s"', (tmp_path / "r.dot").read_text(), re.M
+    )
+    assert {state: float(seconds) for state, seconds in drawn} == stays
+
+
+@pytest.mark.parametrize("seconds", [None, "soon", True])
+def test_a_live_request_of_another_version_is_shown_without_that_time(
+    seconds: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r1.json").write_text(document(MOVED[:2], "streaming", seconds))
+
+    assert cli.main(["replay", str(tmp_path / "r1.json")]) == 0
+    said = capsys.readouterr().out
+    assert "2 facts in 0.500 s, streaming\n" in said
+    assert "still there" not in said
+
+
+def test_a_request_that_is_over_or_refused_is_not_still_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for edges, state in ((MOVED, "finished"), (MOVED[1:], "finished"), (MOVED[:2], "failed")):
+        (tmp_path / "r1.json").write_text(document(edges, state, 60.0))
+        cli.main(["replay", str(tmp_path / "r1.json")])
+
+    assert "still there" not in capsys.readouterr().out
+
+
+def test_a_request_that_nothing_has_happened_to_says_for_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r1.json").write_text(document([], "queued", 60.0))
+
+    assert cli.main(["replay", str(tmp_path / "r1.json")]) == 2
+    assert "r1 has no transitions yet: it is queued for 60.000 s" in capsys.readouterr().err
 
 
 def test_the_first_illegal_fact_is_shown_with_what_was_legal(

@@ -43,6 +43,20 @@ def test_workers_that_get_nothing_stand_first_then_doubtful_then_busy_ones() -> 
     assert lines[0] == "http://router  3 of 4 workers ready  0 requests open"
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 of 0 workers ready  0 requests open"),
+        (1, "1 of 1 worker ready  1 request open"),
+        (2, "2 of 2 workers ready  2 requests open"),
+    ],
+)
+def test_one_is_not_many(count: int, said: str) -> None:
+    look = Look(0.0, (worker("w"),) * count, (request("r"),) * count)
+
+    assert picture("http://router", look)[0] == f"http://router  {said}"
+
+
 def test_requests_without_a_worker_stand_first_then_the_oldest() -> None:
     requests = (
         request("young"), request("old", seconds=60.0), request("moving", "migrating"),
@@ -132,7 +146,7 @@ def test_without_a_terminal_it_prints_one_picture_and_ends(
 
     out = capsys.readouterr().out
     assert (code, slept) == (0, [3.0])
-    assert out.startswith(f"{router.url}  1 of 1 workers ready  1 requests open\nrequests 0.0  ")
+    assert out.startswith(f"{router.url}  1 of 1 worker ready  1 request open\nrequests 0.0  ")
     assert "\x1b" not in out
 
 

@@ -717,6 +717,54 @@ def test_a_screen_has_fixed_columns_and_says_what_is_missing(
     ]
 
 
+UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
+HEX = "9" * 32
+LONG = "".join(f"tenant-{number}/" for number in range(14))  # 128 characters are the most
+
+
+@pytest.mark.parametrize(
+    ("id", "shown"),
+    [
+        ("r1", "r1"),
+        (HEX, HEX),
+        (f"{HEX}.12.prefill", f"{HEX}.12.prefill"),
+        (UUID, UUID),
+        (f"{UUID}.1.prefill", f"{UUID}.1.prefill"),
+        (f"{LONG}.1", f"{LONG[:23]}…{LONG[-20:]}.1"),
+        (f"{LONG}.1.prefill", f"{LONG[:23]}…{LONG[-12:]}.1.prefill"),
+        ("http://prefill-0.prefill.inference.svc.cluster.local:8000",
+         "http://prefill-0.prefil…svc.cluster.local:8000"),
+        ("w\x1b[2J\n1", "w[2J1"),
+    ],
+)  # fmt: skip
+def test_no_id_moves_the_columns_behind_it(
+    id: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen(is_json=False)
+    words = "leg", id, "connecting", "connected", "waiting", "w0", 0
+
+    screen.begin()
+    screen.show(msgspec.json.encode(Transition("2026-01-01T08:23:55.174Z", 1.5, *words)).decode())
+
+    head, line = capsys.readouterr().out.splitlines()
+    for title, word in (("source", "connecting"), ("fact", "connected"), ("target", "waiting")):
+        assert line.index(f"  {word}") == head.index(f"  {title}")
+    assert line[head.index("id  ") : head.index("source")].rstrip() == shown
+
+
+def test_words_of_another_version_do_not_move_the_columns_either(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    screen = Screen(is_json=False)
+    words = "leg", "r1", "a_state_that_is_not_known_here_yet", "a_fact_that_is_not", "waiting"
+
+    screen.begin()
+    screen.show(msgspec.json.encode(Transition("T08:23:55.174Z", 1.5, *words, "w0", 0)).decode())
+
+    head, line = capsys.readouterr().out.splitlines()
+    assert line.index("  waiting") == head.index("  target")
+
+
 @pytest.mark.slow
 def test_ctrl_c_and_the_end_of_the_router_both_end_the_command() -> None:
     def baton(*words: str) -> subprocess.Popen[str]:

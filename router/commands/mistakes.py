@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import NoReturn
 
+from router.reasons import in_words
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: sixty flags of usage would bury it."""
@@ -16,5 +18,6 @@ class Parser(argparse.ArgumentParser):
 
 def complain(command: str, problem: object) -> int:
     """Say on standard error what is wrong and return the exit code of a mistake."""
-    print(f"baton {command}: {problem}", file=sys.stderr)
+    said = in_words(problem) if isinstance(problem, OSError) else problem
+    print(f"baton {command}: {said}", file=sys.stderr)
     return 2

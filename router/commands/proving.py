@@ -15,6 +15,11 @@ from router.commands.mistakes import complain
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Models, and how deep to look."""
+    parser.epilog = (
+        "In the tables of --explain and of broken promises a row is what happened and what is so "
+        "after it. Columns of budgets (untried, ... left) say what is left; - where it is over "
+        "and nobody asks."
+    )
     parser.add_argument("model", nargs="*", help="only these, by the names that are printed")
     parser.add_argument(
         "--explain",
@@ -125,8 +130,9 @@ def _live_diagrams(arguments: argparse.Namespace) -> int:
     if folder.resolve() == (Path(arguments.root) / "diagrams").resolve():
         return complain("diagrams", f"{folder} is for the plain pictures; choose another --output")
     try:
-        print(draw_live(arguments.live, folder))
+        drawn = draw_live(arguments.live, folder)
     except (CannotPaint, NotDrawn, RemoteError, OSError) as problem:
-        print(f"baton diagrams: {problem}", file=sys.stderr)
+        complain("diagrams", problem)
         return 1
+    print(drawn)
     return 0

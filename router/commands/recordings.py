@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from attrs import define, field, frozen
 
-from router.commands.columns import printable
+from router.commands.columns import counted, printable
 from statemachines.replay import Lost, Record
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class _Request(msgspec.Struct):
     id: str
     state: str
     transitions: tuple[_Transition, ...]
+    #: Of the request, when the router was asked.
+    seconds: object = None
 
 
 class _Line(msgspec.Struct):
@@ -77,6 +79,8 @@ class Recording:
     others: int = 0
     #: The state that the router showed at the end, where it is one request's answer.
     state: str | None = None
+    #: When the router was asked, in seconds since that request came.
+    asked_at: float | None = None
     #: Sentences on what could not be read and is missing from the records.
     gaps: tuple[str, ...] = ()
     #: Sentences on times that are none.
@@ -124,16 +128,23 @@ def _read_request(whole: Mapping[str, object]) -> Recording:
         request = msgspec.convert(whole, _Request)
     except msgspec.ValidationError as problem:
         raise BadRecording(f"not the answer of /debug/requests/ID: {problem}") from None
+    asked_at = _seconds_of(request.seconds)
     if not request.transitions:
+        waits = "" if asked_at is None else f" for {asked_at:.3f} s"
         raise BadRecording(
             f"request {shown(request.id)} has no transitions yet: it is {shown(request.state)}"
+            f"{waits}"
         )
     clock = _Clock()
     records = [
         Record(*_words(each, request.id), clock.read(each.seconds)) for each in request.transitions
     ]
     return Recording(
-        tuple(records), is_whole=True, state=request.state, remarks=tuple(clock.remarks())
+        tuple(records),
+        is_whole=True,
+        state=request.state,
+        asked_at=asked_at,
+        remarks=tuple(clock.remarks()),
     )
 
 
@@ -263,11 +274,11 @@ class _Reader:
         if self._misfits:
             return f"no whole transition in it: {self._misfits[0]}"
         if "truncated" in str(problem):
-            return f"its JSON is cut off after {len(data):,} bytes"
+            return f"its JSON is cut off after {counted(len(data), 'byte')}"
         if lines == 1 and (self._broken or self.is_cut):
             return f"its JSON is broken: {problem}"
         return (
-            f"no transitions in it ({_count(lines, 'line')}); a router's log has them with "
+            f"no transitions in it ({counted(lines, 'line')}); a router's log has them with "
             "--log-format json --log-level debug"
         )
 
@@ -309,15 +320,11 @@ class _Clock:
 
     def remarks(self) -> Iterator[str]:
         if self._missing:
-            yield f"{_count(self._missing, 'fact')} without a time"
+            yield f"{counted(self._missing, 'fact')} without a time"
         if self._odd:
-            yield f"{_count(len(self._odd), 'time')} not readable, the first is {self._odd[0]!r}"
+            yield f"{counted(len(self._odd), 'time')} not readable, the first is {self._odd[0]!r}"
         if self.is_mixed:
             yield "its times are of two clocks, and only those of the day are shown"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _seconds_of(value: object) -> float | None:

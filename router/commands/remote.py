@@ -17,6 +17,7 @@ import msgspec
 from attrs import frozen
 
 from router.commands.columns import columns
+from router.reasons import in_words
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
@@ -50,7 +51,7 @@ class Api:
             said = f"{self.url or 'nothing'}: not the URL of a router (http://HOST:PORT)"
             raise RemoteError(said) from problem
         except httpx.HTTPError as problem:
-            raise RemoteError(f"{self.url}: {problem}") from problem
+            raise RemoteError(f"{self.url}: {in_words(problem)}") from problem
         if not answer.is_success:
             raise RemoteError(reason_of(answer.status_code, answer.content))
         return answer.content

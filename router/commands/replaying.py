@@ -16,8 +16,10 @@ from pathlib import Path
 
 import attrs
 
-from router.commands.columns import columns
+from router.commands.columns import columns, counted
+from router.commands.mistakes import complain
 from router.commands.recordings import BadRecording, Recording, read_recording, shown
+from router.reasons import in_words
 from statemachines import CHARTS
 from statemachines.chart import Chart
 from statemachines.draw import dot, mermaid
@@ -67,10 +69,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
         recording = _select(_read(arguments.file), arguments.machine, arguments.id)
         found = replay(recording.records, is_whole=recording.is_whole)
         if arguments.draw:
-            _draw(arguments.draw, found, arguments.file)
+            _draw(arguments.draw, found, recording, arguments.file)
     except (Mistake, NotDrawn, OSError) as problem:
-        print(f"baton replay: {problem}", file=sys.stderr)
-        return 2
+        return complain("replay", problem)
     print("\n".join(_report(found, recording, shows_all=arguments.all)))
     if found.refusals or _differs(found, recording):
         return 1
@@ -86,7 +87,7 @@ def _read(name: str) -> Recording:
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as problem:
-        raise Mistake(f"{name}: {problem.strerror}") from None
+        raise Mistake(in_words(problem)) from None
     try:
         return read_recording(data)
     except BadRecording as problem:
@@ -161,7 +162,7 @@ def _backward(found: Replay, recording: Recording) -> Iterator[str]:
         began = [0.0] if recording.is_whole else []
         names += [life.name for one, other in pairwise([*began, *times]) if other < one]
     if names:
-        yield f"{_number(len(names), 'time')} before the one before, the first of {names[0]}"
+        yield f"{counted(len(names), 'time')} before the one before, the first of {names[0]}"
 
 
 def _counted(found: Replay) -> Iterator[str]:
@@ -180,10 +181,12 @@ def _table_of(life: Life, recording: Recording) -> Iterator[str]:
 
 
 def _title(life: Life, recording: Recording) -> str:
-    facts = _number(len(life.path), "fact")
+    facts = counted(len(life.path), "fact")
     began, ended = _began(life, recording), life.path[-1][0] if life.path else None
     took = f" in {ended - began:.3f} s" if began is not None and ended is not None else ""
-    return f"{life.name}: {facts}{took}, {life.state.value}"
+    stayed = _last_stay(life, recording)
+    still = "" if stayed is None else f" for {stayed:.3f} s"
+    return f"{life.name}: {facts}{took}, {life.state.value}{still}"
 
 
 def _began(life: Life, recording: Recording) -> float | None:
@@ -191,6 +194,12 @@ def _began(life: Life, recording: Recording) -> float | None:
     if recording.is_whole:
         return 0.0
     return life.path[0][0] if life.path else None
+
+
+def _last_stay(life: Life, recording: Recording) -> float | None:
+    """Seconds in the state where it was when the router was asked, if it is known to be there."""
+    is_there = life.refusal is None and life.state.value == recording.state
+    return life.last_stay(recording.asked_at) if is_there else None
 
 
 def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
@@ -210,6 +219,9 @@ def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
             str(edge.target.value),
             edge.why,
         )
+    if (stayed := _last_stay(life, recording)) is not None:
+        still = "still there when the router was asked"
+        yield _time(recording.asked_at), _time(stayed), str(life.state.value), "", "", "", still
 
 
 def _time(seconds: float | None) -> str:
@@ -238,28 +250,24 @@ def _legal(refusal: Refusal) -> list[str]:
 def _summary(found: Replay, recording: Recording) -> str:
     facts = sum(len(life.path) for life in found.lives)
     remarks = [
-        f"{_number(len(found.lives), 'subject')}, {_number(facts, 'fact')}",
+        f"{counted(len(found.lives), 'subject')}, {counted(facts, 'fact')}",
         f"{len(found.refusals):,} refused" if found.refusals else "all legal",
-        *([f"{_number(found.lost, 'transition')} missing in the recording"] if found.lost else []),
+        *([f"{counted(found.lost, 'transition')} missing in the recording"] if found.lost else []),
         *([f"{found.unjudged:,} after a refusal not judged"] if found.unjudged else []),
-        *([f"{recording.others:,} other lines"] if recording.others else []),
+        *([counted(recording.others, "other line")] if recording.others else []),
     ]
     return "; ".join(remarks)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 #### As a picture
 
 
-def _draw(name: str, found: Replay, source: str) -> None:
+def _draw(name: str, found: Replay, recording: Recording, source: str) -> None:
     charts = list(dict.fromkeys(life.chart for life in found.lives))
     if len(charts) != 1:
         machines = ", ".join(chart.name for chart in charts) or "nothing"
         raise Mistake(f"--draw {name}: one machine a picture, not {machines}; see --machine")
-    picture(name, charts[0], _paint(found.lives, source))
+    picture(name, charts[0], _paint(found.lives, recording, source))
 
 
 def picture(name: str, chart: Chart, paint: Paint) -> None:
@@ -278,7 +286,7 @@ def picture(name: str, chart: Chart, paint: Paint) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _paint(lives: Sequence[Life], source: str) -> Paint:
+def _paint(lives: Sequence[Life], recording: Recording, source: str) -> Paint:
     if len(lives) > 1:
         taken = Counter(edge for life in lives for _, edge in life.path)
         inside = Counter(life.state for life in lives if not life.is_over)
@@ -286,9 +294,9 @@ def _paint(lives: Sequence[Life], source: str) -> Paint:
     (life,) = lives
     refusal = life.refusal
     return path_paint(
-        f"{life.name}, {_number(len(life.path), 'fact')}",
+        f"{life.name}, {counted(len(life.path), 'fact')}",
         life.path,
-        stays=life.total_stays(),
+        stays=life.total_stays(0.0 if recording.is_whole else None, recording.asked_at),
         refused_in=None if refusal is None else life.state,
         refused="" if refusal is None else refusal.record.fact,
     )

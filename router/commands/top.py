@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from attrs import field, frozen
 
-from router.commands.columns import columns, printable
+from router.commands.columns import columns, counted, printable
 from router.commands.live import METRICS_PATH, read_metrics
 from router.commands.remote import Api, RemoteError, add_admin_key
 from statemachines import REQUEST
@@ -130,8 +130,8 @@ def picture(
 
 def _head(url: str, now: Look, before: Look | None) -> Iterator[str]:
     ready = sum(worker.state == "ready" for worker in now.workers)
-    workers = f"{ready} of {len(now.workers)} workers ready"
-    yield f"{url}  {workers}  {len(now.requests):,} requests open"
+    workers = f"{ready:,} of {counted(len(now.workers), 'worker')} ready"
+    yield f"{url}  {workers}  {counted(len(now.requests), 'request')} open"
     if before is not None:
         rates = {word: _rate(now.counts[word], before.counts[word], now, before) for word in _RATES}
         yield "  ".join(f"{word} {rate}" for word, rate in rates.items()) + "  (a second)"

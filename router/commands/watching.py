@@ -16,6 +16,7 @@ import msgspec
 import trio
 from attrs import define
 
+from router.commands.columns import counted, cut, printable
 from router.commands.remote import add_admin_key, reason_of
 from router.feed import MACHINES, BadFilter, Lost, Transition, check_machine
 from router.websocket import STOPPED, WatchError, WatchRefused, watch
@@ -23,14 +24,16 @@ from statemachines import ROUTER_CHARTS
 
 T = TypeVar("T", bound=msgspec.Struct)
 COLUMNS = ("time (UTC)", "machine", "id", "source", "fact", "target")
+#: The longest id that clients usually choose, a UUID, as the id of a prefill's leg.
+ID_CHARACTERS_MAX = 36 + len(".1.prefill")
 
 
 def _widths() -> tuple[int, ...]:
-    """Fixed, so that a line never waits for the next one; ids of requests have 32 digits."""
+    """Fixed, so that a line never waits for the next one."""
     states = max(len(str(state.value)) for chart in ROUTER_CHARTS for state in chart.states)
     facts = max(len(fact) for chart in ROUTER_CHARTS for fact in chart.facts)
     machines = max(map(len, MACHINES))
-    return len("00:00:00.000"), machines, 34, states, facts, states
+    return len("00:00:00.000"), machines, ID_CHARACTERS_MAX, states, facts, states
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,10 +156,13 @@ class Screen:
 
     def sum_up(self) -> None:
         """The last line, beside the output."""
-        print(f"{self.seen:,} transitions, {self.lost:,} lost", file=sys.stderr)
+        print(f"{counted(self.seen, 'transition')}, {self.lost:,} lost", file=sys.stderr)
 
     def _line(self, words: tuple[str, ...]) -> str:
-        return "  ".join(map(str.ljust, words, self._widths)).rstrip()
+        fitted = (
+            cut(printable(word), width) for word, width in zip(words, self._widths, strict=True)
+        )
+        return "  ".join(map(str.ljust, fitted, self._widths)).rstrip()
 
 
 def _decode(message: str, kind: type[T]) -> T | None:

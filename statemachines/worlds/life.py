@@ -119,6 +119,8 @@ class _Life:
             eventually=EVENTUALLY,
             whenever=WHENEVER,
             show=show,
+            budgets={"untried": "untried", "retries": "retries left", "moves": "moves left"},
+            forgets=lambda w: w.state in REQUEST.final,
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:

@@ -120,6 +120,8 @@ class _Pair:
             eventually=EVENTUALLY,
             whenever=WHENEVER,
             show=show,
+            budgets={"retries": "retries left", "moves": "moves left"},
+            forgets=lambda w: w.state in REQUEST.final,
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:

@@ -87,6 +87,7 @@ class _Wire:
             eventually=EVENTUALLY,
             whenever=WHENEVER,
             show=show,
+            budgets={"moves": "moves left"},
         )
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
