@@ -3,7 +3,8 @@
 `MemoryServer` is what a nats-server with memory storage is to its clients: subjects with
 wildcards, no-responders, a payload limit, buckets whose entries expire, work queues. `broker()`
 gives a connection to it. A story takes the server away (`down`), takes one connection away (`cut`),
-lets messages be lost (`lose`) or makes everything late (`stall`). What is published is delivered
+lets messages be lost (`lose`), makes everything late (`stall`) or silences what is kept
+(`is_jetstream_silent`). What is published is delivered
 when Trio gets to it, never inside `publish`. The conformance suite in test_nats_brokers.py holds
 this and the real one to the same promises.
 """
@@ -46,6 +47,9 @@ from router.wires.nats.broker import (
 )
 
 T = TypeVar("T")
+
+#: For the server to answer what it is asked.
+ASK_SECONDS = 5.0
 
 
 @define(eq=False)
@@ -120,6 +124,8 @@ class MemoryServer:
         self.buckets: dict[str, Entries] = {}
         #: A server that was started without: what is kept is refused.
         self.has_jetstream = True
+        #: As a cluster without a leader: no answer of what is kept, and all else is well.
+        self.is_jetstream_silent = False
         #: Everything that was ever published, for a test to look at.
         self.published: list[Message] = []
         self.names = count(1)
@@ -494,7 +500,10 @@ class MemoryBroker:
         """What a round trip to the server is: it may hang, or break."""
         self.need_connection()
         life = self.lives
-        is_answered = await self.settle(5.0)
+        is_answered = await self.settle(ASK_SECONDS)
+        if self.server.is_jetstream_silent:
+            is_answered = False
+            await trio.sleep(ASK_SECONDS)
         self.need_life(life)
         if not is_answered:
             raise BrokerError("no answer in time")
@@ -636,6 +645,8 @@ class MemoryConsumption:
 
     def hand_out(self) -> None:
         """Take what is stored and not yet in anybody's hands."""
+        if self.queue.broker.server.is_jetstream_silent:
+            return
         stream = self.queue.found()
         durable = stream.durables.get(self.durable)
         if durable is None:
@@ -660,6 +671,9 @@ class MemoryConsumption:
 
     async def drain(self, seconds: float) -> bool:
         try:
+            if self.queue.broker.server.is_jetstream_silent:
+                await trio.sleep(seconds)
+                return False
             return await self.queue.broker.settle(seconds)
         finally:
             self.close()
@@ -709,7 +723,7 @@ class MemoryWorkQueue:
         self.broker.server.published.append(message)
         self.broker.server.wake()
         life = self.broker.lives
-        await self.broker.settle(5.0)
+        await self.broker.settle(ASK_SECONDS)
         self.broker.need_life(life)
 
     def consume(

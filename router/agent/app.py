@@ -188,8 +188,8 @@ class Agent:
         await self._stop_asked.wait()
         await self._drain()
         self._door.tell_drained()
-        await self.broker.flush(FLUSH_SECONDS)
-        if self._door.is_asked and not self._stop_asked_again.is_set():
+        is_told = self._door.is_asked and await self.broker.flush(FLUSH_SECONDS)
+        if is_told and not self._stop_asked_again.is_set():
             with trio.move_on_after(LINGER_SECONDS):
                 await self._stop_asked_again.wait()
 

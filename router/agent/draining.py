@@ -4,6 +4,9 @@ The order is Infera's (`Drain` below); what is ours is a moment for routers to h
 says before the door closes, that the entry goes only at the end, so that routers show what still
 runs, and that a work queue which cannot be emptied in time is handed back as well, instead of being
 left with nobody to take it.
+
+Nothing of this waits for the broker without a limit: what runs goes back when the window is over,
+whatever the broker does, and AFTER_SECONDS later the drain is over as well.
 """
 
 from __future__ import annotations
@@ -32,16 +35,26 @@ _log = structlog.get_logger("baton")
 #: To change the entry, and to remove it; it ends by itself where the broker is away.
 LEAVE_SECONDS = 2.0
 #: Of the window: from the word in the entry to the closing of the door. Routers hear of it in
-#: milliseconds; what they have sent until then is served.
+#: milliseconds; what they have sent until then is served. A window that is shorter waits as long
+#: for the word to be said, where the broker does not take it at once: what is handed back before
+#: might come again.
 HEARD_SECONDS = 0.5
 #: Between two looks at what waits in the work queue.
 LOOK_SECONDS = 0.2
+#: For what is under way as its time ends: a look, the last word to who asked. Where all is well
+#: that takes milliseconds.
+ANSWER_SECONDS = 1.0
 #: For the server to confirm that nothing more will come.
 DOOR_SECONDS = 2.0
 #: After the window, for what the work queue still holds to come and be handed back.
 LEFTOVER_SECONDS = 2.0
 #: For the last frames to go out.
 FLUSH_SECONDS = 2.0
+#: For the durable consumer to be deleted.
+FORGET_SECONDS = 2.0
+#: From the end of the window to that of the drain at the latest. A broker that is well needs next
+#: to nothing of it, and of one to which nothing gets through, neither LEAVE nor FORGET is asked.
+AFTER_SECONDS = LEFTOVER_SECONDS + DOOR_SECONDS + FLUSH_SECONDS + LEAVE_SECONDS + FORGET_SECONDS
 #: After the end was told to who asked over NATS: in a container that ends with its agent, the
 #: command that asked would be killed before it could return.
 LINGER_SECONDS = 1.0
@@ -62,38 +75,38 @@ class Drain:
     async def run(self) -> None:
         """Drain; returns when nothing is open. Cancelling leaves what is open to `Intake.stop`."""
         until = trio.current_time() + self.window_seconds
-        await self.registration.drain(LEAVE_SECONDS)
+        word_seconds = max(HEARD_SECONDS, self.window_seconds)
+        await self.registration.drain(min(LEAVE_SECONDS, word_seconds))
         with trio.move_on_at(min(until, trio.current_time() + HEARD_SECONDS)):
             await trio.sleep_forever()
-        is_empty = await self._empty_queue(until)
-        async with trio.open_nursery() as nursery:
-            if is_empty:
-                nursery.start_soon(self._close_door)
-            # The end of the window does not wait for a server that is slow to close the door.
-            with trio.move_on_at(until):
-                await self._door_closed.wait()
-                await self.intake.wait_empty()
-            self.intake.hand_back()
-        await self._hand_back_queue()
-        await self.broker.flush(FLUSH_SECONDS)
-        # Where the broker is away the entry goes by itself.
-        await self.registration.leave(LEAVE_SECONDS if self.broker.is_connected else 0.0)
-        with trio.move_on_after(FLUSH_SECONDS):
-            if not self.registration.is_shared():
-                await self.intake.forget_queue()
+        with trio.move_on_at(until + LEFTOVER_SECONDS + DOOR_SECONDS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._close_door, until)
+                # The end of the window waits for nobody: not for a queue that gives no answer, and
+                # not for a server that is slow to close the door.
+                with trio.move_on_at(until):
+                    await self._door_closed.wait()
+                    await self.intake.wait_empty()
+                self.intake.hand_back()
+            await self._hand_back_queue()
+        await self.intake.close_door(0.0)
+        await self._leave()
 
-    async def _close_door(self) -> None:
-        await self.intake.close_door(DOOR_SECONDS)
-        self._door_closed.set()
+    async def _close_door(self, until: float) -> None:
+        if await self._empty_queue(until):
+            await self.intake.close_door(DOOR_SECONDS)
+            self._door_closed.set()
 
     async def _empty_queue(self, until: float) -> bool:
         """Whether the work queue has handed out all; one that cannot be read counts as empty."""
         while self.intake.is_queued:
             try:
-                if not await self.intake.count_waiting():
-                    return True
-            except (BrokerAway, BrokerError) as problem:
-                _log.warning("work queue not readable", problem=str(problem))
+                with trio.fail_at(until + ANSWER_SECONDS):
+                    if not await self.intake.count_waiting():
+                        return True
+            except (BrokerAway, BrokerError, trio.TooSlowError) as problem:
+                why = str(problem) or "no answer in time"
+                _log.warning("work queue not readable", problem=why)
                 return True
             if trio.current_time() >= until:
                 return False
@@ -112,12 +125,23 @@ class Drain:
             await self._empty_queue(trio.current_time() + LEFTOVER_SECONDS)
         await self.intake.close_door(DOOR_SECONDS)
 
+    async def _leave(self) -> None:
+        """Take the entry and the consumer back, where anything gets through to the broker.
+
+        The entry goes by itself, and the next agent of this id deletes the consumer.
+        """
+        is_reached = await self.broker.flush(FLUSH_SECONDS)
+        await self.registration.leave(LEAVE_SECONDS if is_reached else 0.0)
+        if is_reached and not self.registration.is_shared():
+            with trio.move_on_after(FORGET_SECONDS):
+                await self.intake.forget_queue()
+
 
 class Said(msgspec.Struct):
     """What an agent answers to who asks it to drain: `draining` at once, at the end `drained`."""
 
     state: str
-    #: How long it may take (seconds).
+    #: How long it may take at most, all in all (seconds).
     seconds: float = 0.0
 
 
@@ -158,21 +182,21 @@ class DrainDoor:
         for message in messages:
             if message.reply and len(self._askers) < ASKERS_MAX:
                 self._askers.append(message.reply)
-                self._say(message.reply, Said("draining", self.window_seconds))
+                self._say(message.reply, Said("draining", self.window_seconds + AFTER_SECONDS))
             self.on_asked()
 
     def _say(self, asker: str, said: Said) -> None:
         try:
             self.broker.publish(asker, msgspec.json.encode(said))
         except (BrokerAway, ValueError):
-            pass  # it waits no longer than the window
+            pass  # it waits no longer than it was told
 
 
 async def ask_to_drain(broker: Broker, names: Names, worker_id: str, seconds: float) -> str:
     """Ask the agent of that id to drain and wait until it has.
 
     Returns `drained`, `absent` (nobody of that id is there), `away` (the broker could not be
-    reached within `seconds`) or `late` (it has not said that it is done within its window).
+    reached within `seconds`) or `late` (it has not said that it is done in the time it named).
     """
     heard = _Heard()
     inbox = broker.new_inbox()
@@ -188,7 +212,7 @@ async def ask_to_drain(broker: Broker, names: Names, worker_id: str, seconds: fl
             await heard.first.wait()
         if not heard.first.is_set():
             return "late"
-        with trio.move_on_after(heard.seconds + LEAVE_SECONDS + DOOR_SECONDS + LEFTOVER_SECONDS):
+        with trio.move_on_after(heard.seconds + ANSWER_SECONDS):
             await heard.last.wait()
         return heard.end
     finally:

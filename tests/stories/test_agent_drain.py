@@ -200,6 +200,29 @@ def test_the_entry_changes_before_anything_else_and_the_door_stays_open_for_a_mo
     play(story, settings=WINDOW)
 
 
+@pytest.mark.parametrize("queued", [0, 4])
+def test_nothing_is_handed_back_before_the_entry_says_why(queued: int) -> None:
+    """It would come again, from a router that reads there that this worker takes requests."""
+
+    async def story(stage: Stage) -> None:
+        running = await stage.store(200) if queued else stage.ask(200)
+        await running.wait_frames(3)
+        said: list[object] = []
+
+        def note(*_: object) -> None:
+            assert stage.entry is not None
+            said.append(stage.entry["state"])
+
+        stage.agent.handback_listeners = (note,)
+        stage.agent.ask_to_stop()
+        await stage.wait_stopped()
+
+        assert running.ending == "notice"
+        assert said == ["draining"]
+
+    play(story, settings={"nats_req_max_pending": queued, **AT_ONCE})
+
+
 def test_no_request_is_lost_in_the_door() -> None:
     """Somebody asks every 10 ms: each is answered, or told that nobody is there."""
 
