@@ -19,6 +19,9 @@ from statemachines.paint import Line, Paint
 
 __all__ = ["arrows", "dot", "mermaid", "mermaid_legend"]
 
+#: Between an arrow and what is written beside it: Graphviz lets them touch.
+_APART = "   "
+
 #: Fill and line of a state by how many scopes hold it, then of the states nothing leaves.
 DEPTHS = (("#ffffff", "#5b6770"), ("#e3eefb", "#3b6ea5"), ("#fdf0d5", "#b07d1a"))
 FINAL = ("#eceff1", "#37474f")
@@ -182,10 +185,10 @@ def _dot_arrow(chart: Chart, arrow: Arrow, paint: Paint) -> str:
 def _dot_label(lines: Sequence[Line]) -> str:
     """A text, or where its lines differ in colour, Graphviz's own kind of HTML."""
     if not any(line.is_pale for line in lines):
-        return '"' + "".join(f" {line.text}\\l" for line in lines) + '"'
+        return '"' + "".join(f"{_APART}{line.text}\\l" for line in lines) + '"'
     marked = ""
     for line in lines:
-        text = f" {escape(line.text)} "
+        text = f"{_APART}{escape(line.text)} "
         marked += f'<font color="{FADED}">{text}</font>' if line.is_pale else text
         marked += '<br align="left"/>'
     return f"<{marked}>"

@@ -484,7 +484,7 @@ def test_a_shared_arrow_tells_which_of_its_facts_were_taken(chart: Chart) -> Non
             total = 3 * len(taken)
 
             (drawn,) = [each for each in drawn_arrows(dot(chart, paint)) if "#1565c0" in each]
-            faded = re.findall(r'<font color="#b0bec5"> (.*?) </font>', drawn)
+            faded = re.findall(r'<font color="#b0bec5"> +(.*?) </font>', drawn)
             others = [each for each in words if each != word]
             told = {line.removesuffix(" ×0") for line in faded}
             assert {*told, *(f for g in told for f in in_group(chart, g))} >= set(others), drawn
