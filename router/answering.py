@@ -11,12 +11,12 @@ from typing import Protocol
 
 from router.errors import Refusal, nest_error
 from router.front import ClientChannel
-from router.headers import Headers, find
+from router.headers import Headers
 from router.legs import Leg
 from router.openai import BUSY, judge_answer
 from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
-from router.unpacking import NotPacked, unpack, unpacker_of
+from router.unpacking import NotPacked, encoding_of, unpack, unpacker_of, without_encoding
 
 
 class RouteView(Protocol):
@@ -329,17 +329,6 @@ class PassingAnswering:
         if not self._has_begun:
             self._has_begun = True
             self._exchange.fire("answered")
-
-
-def encoding_of(headers: Headers) -> bytes:
-    """The content coding of an answer, in lower case; empty where it has none."""
-    found = (find(headers, b"content-encoding") or b"").lower()
-    return b"" if found == b"identity" else found
-
-
-def without_encoding(headers: Headers) -> Headers:
-    """The headers of the same answer, unpacked."""
-    return [each for each in headers if each[0] != b"content-encoding"]
 
 
 def broken() -> Refusal:

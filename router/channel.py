@@ -237,7 +237,7 @@ class Channel:
                 self.hung_up_while_paused()
             return
         data = self._fetched
-        if data is None:
+        if data is None:  # as `fetch`, which would be one more call on every event
             try:
                 data = self.sock.recv(RECV_BYTES)
             except BlockingIOError:

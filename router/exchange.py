@@ -19,11 +19,9 @@ from router.answering import (
     WholeAnswering,
     broken,
     crowded,
-    encoding_of,
     leaving,
     too_large,
     unreachable,
-    without_encoding,
 )
 from router.books import Books
 from router.calls import Call
@@ -39,6 +37,7 @@ from router.patience import meet_silence
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
+from router.unpacking import encoding_of, without_encoding
 from router.width import choices_asked
 from statemachines import REQUEST, Edge
 from statemachines.leg import LegState

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import zlib
 
+from router.headers import Headers, find
+
 #: Most bytes that one read may unpack to; a bomb is a broken answer.
 UNPACKED_BYTES_MAX = 16 * 1024 * 1024
 #: What `wbits` means to zlib: a gzip header, or a zlib one.
@@ -61,3 +63,14 @@ def unpack(encoding: bytes, data: bytes) -> bytes:
     if not unpacker.is_at_end:
         raise NotPacked("cut off")
     return found
+
+
+def encoding_of(headers: Headers) -> bytes:
+    """The content coding of an answer, in lower case; empty where it has none."""
+    found = (find(headers, b"content-encoding") or b"").lower()
+    return b"" if found == b"identity" else found
+
+
+def without_encoding(headers: Headers) -> Headers:
+    """The headers of the same answer, unpacked."""
+    return [each for each in headers if each[0] != b"content-encoding"]

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import httpx
 
 from router.headers import Headers
-from router.unpacking import NotPacked, unpack
+from router.unpacking import NotPacked, encoding_of, unpack
 from router.waking import Waker
 from router.wires.line import Line, Sent
 from router.worker import Worker
@@ -175,8 +175,8 @@ async def read(response: httpx.Response, *, kept_max: float = float("inf")) -> b
     async for piece in stream:
         if len(body) <= kept_max:
             body += piece
-    encoding = response.headers.get("content-encoding", "identity").lower().encode()
-    if encoding == b"identity" or not body:
+    encoding = encoding_of(response.headers.raw)
+    if not encoding or not body:
         return bytes(body)
     try:
         return unpack(encoding, bytes(body))
