@@ -17,7 +17,21 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adding-a-state.md"
 COPIED = ("statemachines", "router", "tests", "docs", "diagrams", "pyproject.toml")
 SECONDS = 120.0
+KEPT = ("PATH", "HOME", "TMPDIR")
 _BLOCK = re.compile(r"^```(diff|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def terminal(root: Path) -> dict[str, str]:
+    """The environment of a person at a plain terminal in `root`.
+
+    Nothing else of ours: pytest cuts its lines by `COLUMNS`, and not at all where `CI` is set.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    return kept | {
+        "COLUMNS": "80",
+        "PYTHONPATH": str(root),
+        "PYTEST_ADDOPTS": "-p no:cacheprovider",
+    }
 
 
 @frozen
@@ -62,7 +76,7 @@ class Command:
         done = subprocess.run(
             [sys.executable, *self.words],
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+            env=terminal(root),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -95,6 +109,36 @@ def test_who_takes_the_steps_is_told_of_the_page(tmp_path: Path) -> None:
 
     assert before == ""
     assert "past the first step of docs/adding-a-state.md" in why_not(tmp_path)
+
+
+FAILING = """
+def test_of_a_long_name_that_takes_up_most_of_the_line_of_a_plain_terminal() -> None:
+    assert "what fails" == "does so with many words"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CI", "true"),
+        ("BUILD_NUMBER", "7"),
+        ("COLUMNS", "300"),
+        ("FORCE_COLOR", "1"),
+        ("PYTEST_ADDOPTS", "-rN"),
+        ("PYTHONPATH", "elsewhere"),
+    ],
+)
+def test_what_a_command_prints_is_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    (tmp_path / "test_it.py").write_text(FAILING)
+    command = Command.read("$ .venv/bin/python -m pytest -q test_it.py")
+    monkeypatch.setenv(name, value)
+    failed = [line for line in command.run(tmp_path).splitlines() if line.startswith("FAILED")]
+
+    assert failed == [
+        "FAILED test_it.py::test_of_a_long_name_that_takes_up_most_of_the_line_of_a_plain_terminal"
+    ]
 
 
 @pytest.mark.slow
