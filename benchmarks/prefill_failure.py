@@ -8,6 +8,7 @@ moment the client has the error, with no thread to be switched to in between.
 
 import argparse
 import contextlib
+import os
 import queue
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from statistics import median, quantiles
 
 import msgspec
 from attrs import Factory, define
+
+from router.options import bare
 
 Way = Callable[[socket.socket], None]
 
@@ -151,7 +154,7 @@ def routed(prefill: Half, decode: Half) -> Iterator[int]:
     words = [sys.executable, "-m", "router", "serve", "--port", "0", "--log-level", "error"]
     words += ["--prefill", prefill.url, "8998", "--decode", decode.url, "--engine", "openai"]
     words += ["--pd-protocol", "sglang-bootstrap", "--breaker-failure-threshold", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as router:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=bare(os.environ)) as router:
         try:
             assert router.stdout is not None
             port = int(router.stdout.readline().rsplit(b":", 1)[1])

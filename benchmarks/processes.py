@@ -16,6 +16,8 @@ from typing import IO
 
 from attrs import frozen
 
+from router.options import bare
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ENDING_SECONDS = 3.0
 
@@ -57,6 +59,7 @@ def pinned(
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else output,
             stderr=output,
+            env=bare(os.environ),
             text=True,
             start_new_session=True,
             preexec_fn=settle,

@@ -31,6 +31,8 @@ ENV_NOT_OPTIONS = frozenset({"BATON_CONFIG", "BATON_ROUTER_URL"})
 """Variables of ours that are no option of a class: the file itself, and the router that
 `baton workers` talks to."""
 
+_PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+
 _SERVICE_LINK = re.compile(
     r"BATON_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -335,6 +337,19 @@ def read_env(env: Mapping[str, str], by_key: Mapping[str, Option]) -> Found:
         if text:
             found[each.key] = (name, text.split() if each.kind.several else [text])
     return found
+
+
+def bare(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that shall hear its flags only: no settings, no proxies.
+
+    For whatever starts a router of its own, as the demos, `baton conform` and the benchmarks do:
+    an admin key or a proxy of the terminal's would shut it off from who started it.
+    """
+    return {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(ENV_PREFIX) and name.lower() not in _PROXIES
+    }
 
 
 def is_service_link(name: str, env: Mapping[str, str]) -> bool:

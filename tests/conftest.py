@@ -3,6 +3,8 @@
 For every test a clean log, since an application under test sets up the process's, and Trio's
 scheduler with a seed of its own: whom it lets go first is then the same whenever the test runs.
 `--seed N` draws another order for all of them.
+
+Settings for a Baton of the terminal's own stay outside; `BATON_REAL_*` are for tests/real.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ settings.register_profile(
     # A machine that builds other things besides is slow, which says nothing about the plans.
     suppress_health_check=[HealthCheck.too_slow],
 )
+for _name in [name for name in os.environ if name.startswith("BATON_")]:
+    if not _name.startswith("BATON_REAL_"):
+        del os.environ[_name]
+
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

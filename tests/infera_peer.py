@@ -131,7 +131,7 @@ class HttpEngine:
     url: str
 
     async def answer(self, asked: Asked) -> AsyncIterator[int | bytes]:
-        async with httpx.AsyncClient(timeout=None) as client:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             headers = {"accept-encoding": "identity", **asked.headers}
             async with client.stream(
                 "POST", self.url + asked.path, json=asked.body, headers=headers

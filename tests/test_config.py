@@ -29,6 +29,7 @@ from router.options import (
     Seconds,
     Switch,
     Whole,
+    bare,
     is_service_link,
     to_toml,
 )
@@ -192,6 +193,12 @@ def test_variables_of_others_are_left_alone() -> None:
     env = {"PATH": "/bin", "BATON_CONFIG": "x", "BATON_ROUTER_URL": "http://h", "batonic": "1"}
 
     assert load_settings({}, env) == Settings()
+
+
+def test_a_bare_environment_has_no_setting_and_no_proxy() -> None:
+    env = {"BATON_PORT": "1", "BATON_CONFIG": "x", "http_proxy": "p", "ALL_PROXY": "p", "HOME": "h"}
+
+    assert bare(env) == {"HOME": "h"}
 
 
 def test_what_kubernetes_adds_beside_a_service_called_baton_is_left_alone() -> None:

@@ -23,6 +23,7 @@ from router.commands.staging import (
     START_SECONDS,
     Child,
     SceneFailed,
+    caller,
     check,
     perform,
     say,
@@ -46,7 +47,7 @@ class Stage:
     workers: list[Child] = field(factory=list)
     halves: list[Child] = field(factory=list)
     router: Child | None = None
-    client: httpx.AsyncClient = field(factory=lambda: httpx.AsyncClient(timeout=30))
+    client: httpx.AsyncClient = field(factory=lambda: caller(timeout_seconds=30))
 
     @property
     def url(self) -> str:
@@ -104,8 +105,9 @@ async def _set_up(stage: Stage) -> None:
     stage.router = await start("router", ["serve", *flags, "--worker-urls", *urls])
     for child in (*stage.workers, stage.router):
         say(f"  {child.name:7} {child.url}  (process {child.process.pid})")
-    with trio.fail_after(START_SECONDS):
-        await wait_until(partial(_all_ready, stage), pause_seconds=0.1)
+    await wait_until(
+        partial(_all_ready, stage), "the workers are ready", START_SECONDS, pause_seconds=0.1
+    )
 
 
 async def _all_ready(stage: Stage) -> bool:
@@ -204,8 +206,7 @@ async def _scene_leave(stage: Stage) -> None:
                 break
         say(f"  while it streams, requests on the workers: {await stage.in_flight()}")
     started = trio.current_time()
-    with trio.fail_after(5):
-        await wait_until(partial(_all_free, stage), pause_seconds=0.001)
+    await wait_until(partial(_all_free, stage), "the workers are free", 5, pause_seconds=0.001)
     took = (trio.current_time() - started) * 1000
     say(f"  {took:.1f} ms after it left:                  {await stage.in_flight()}")
     await _show_path(stage, request_id)
@@ -228,8 +229,7 @@ async def _scene_prefill(stage: Stage) -> None:
     words = ("upstream_broken", "upstream_unreachable")
     check(status == 502 and code in words, "the client was told that prefill broke off")
     say(f"  {(moment - killed) * 1000:.1f} ms after the kill the client has its {status} ({code})")
-    with trio.fail_after(5):
-        await wait_until(partial(_is_idle, stage, decode), pause_seconds=0.001)
+    await wait_until(partial(_is_idle, stage, decode), "decode is free", 5, pause_seconds=0.001)
     freed = (trio.current_time() - killed) * 1000
     say(f"  {freed:.1f} ms after the kill decode is free; alone it would have waited 300 s")
     await _show_path(stage, "demo-prefill")
@@ -250,8 +250,9 @@ async def _add_pair(stage: Stage) -> None:
         answer = await stage.client.post(stage.url + "/v1/workers", json=worker)
         check(answer.status_code == 201, f"the router takes the {role} worker")
         say(f"  {role:7} {half.url}  (process {half.process.pid})")
-    with trio.fail_after(START_SECONDS):
-        await wait_until(partial(_serves, stage, PAIR_MODEL), pause_seconds=0.1)
+    await wait_until(
+        partial(_serves, stage, PAIR_MODEL), "the pair serves", START_SECONDS, pause_seconds=0.1
+    )
 
 
 async def _serves(stage: Stage, model: str) -> bool:
@@ -345,8 +346,9 @@ def _text_of(line: str) -> str:
 
 
 async def _show_path(stage: Stage, request_id: str) -> None:
-    with trio.fail_after(5):
-        await wait_until(partial(_is_over, stage, request_id), pause_seconds=0.01)
+    await wait_until(
+        partial(_is_over, stage, request_id), "the request is over", 5, pause_seconds=0.01
+    )
     shown = await stage.get(f"/debug/requests/{request_id}")
     transitions = shown["transitions"]
     assert isinstance(transitions, list)

@@ -23,7 +23,17 @@ import msgspec
 import trio
 from attrs import define, field
 
-from router.commands.staging import Child, check, launch, perform, say, start, title, wait_until
+from router.commands.staging import (
+    Child,
+    caller,
+    check,
+    launch,
+    perform,
+    say,
+    start,
+    title,
+    wait_until,
+)
 
 MODEL = "tiny"
 WORKERS = 4
@@ -111,7 +121,7 @@ def find_server() -> str | None:
 
 async def _demo(program: str) -> None:
     with tempfile.TemporaryDirectory() as store:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with caller(timeout_seconds=60) as client:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             words = ["--addr", "127.0.0.1", "--port", str(port), "--jetstream"]
@@ -136,8 +146,9 @@ async def _demo(program: str) -> None:
 async def _set_up(stage: Stage, server: trio.Process) -> None:
     title(f"A NATS server, {WORKERS} simulated engines with an agent each, and a router")
     say(f"  {'nats':7} {stage.broker}  (process {server.pid})")
-    with trio.fail_after(READY_SECONDS):
-        await wait_until(partial(_accepts, stage.broker), pause_seconds=0.05)
+    await wait_until(
+        partial(_accepts, stage.broker), "the broker accepts", READY_SECONDS, pause_seconds=0.05
+    )
     for number in range(1, WORKERS + 1):
         name = f"w{number}"
         words = ["sim", "--engine", "vllm", "--model", MODEL, "--port", "0", "--name", name]
@@ -175,8 +186,7 @@ async def _wait_ready(stage: Stage, *names: str) -> None:
         listed = await stage.workers()
         return all(name in listed and listed[name].state == "ready" for name in names)
 
-    with trio.fail_after(READY_SECONDS):
-        await wait_until(are_ready, pause_seconds=0.05)
+    await wait_until(are_ready, "the workers are ready", READY_SECONDS, pause_seconds=0.05)
 
 
 async def _tear_down(stage: Stage, server: trio.Process) -> None:

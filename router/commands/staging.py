@@ -5,12 +5,16 @@ A child is a `baton` command of its own, started as a user would; whoever starts
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 
+import httpx
 import trio
 from attrs import define
+
+from router.options import bare
 
 START_SECONDS = 30.0
 
@@ -41,10 +45,15 @@ def perform(demo: Callable[..., Awaitable[None]], *args: object) -> int:
     return code
 
 
+def caller(*, timeout_seconds: float) -> httpx.AsyncClient:
+    """A client of the demo's; a proxy in the environment is not for this machine's own ports."""
+    return httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)
+
+
 async def launch(name: str, words: list[str]) -> Child:
     """Start `baton WORDS`; it listens nowhere, so others say when it is there."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE
+        [sys.executable, "-m", "router", *words], stdout=subprocess.PIPE, env=bare(os.environ)
     )
     return Child(name, process)
 
@@ -64,10 +73,18 @@ async def start(name: str, words: list[str]) -> Child:
     return child
 
 
-async def wait_until(condition: Callable[[], Awaitable[bool]], *, pause_seconds: float) -> None:
-    """Ask again and again: the others are processes and tell nobody unasked."""
-    while not await condition():  # noqa: ASYNC110
-        await trio.sleep(pause_seconds)
+async def wait_until(
+    condition: Callable[[], Awaitable[bool]], what: str, seconds: float, *, pause_seconds: float
+) -> None:
+    """Ask again and again: the others are processes and tell nobody unasked.
+
+    Raises SceneFailed if it does not come true within that time.
+    """
+    with trio.move_on_after(seconds):
+        while not await condition():  # noqa: ASYNC110
+            await trio.sleep(pause_seconds)
+        return
+    raise SceneFailed(f"expected within {seconds:g} s that {what}")
 
 
 def check(holds: bool, what: str) -> None:

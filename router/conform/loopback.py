@@ -21,6 +21,7 @@ from attrs import define
 
 from router.conform.routers import Candidate
 from router.conform.stage import NotServing, Order, Router
+from router.options import bare
 from router.sim.engine import SimEngine
 from router.sim.server import host
 
@@ -94,6 +95,7 @@ class Loopback:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=bare(os.environ),
                 start_new_session=True,
             )
         except OSError as problem:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 import trio
 from attrs import Factory, define, frozen
 
+from router.options import bare
 from tests.infera_peer import Json
 from tests.real.calling import ask
 from tests.real.calls import Answer, get, post
@@ -61,13 +62,11 @@ class Starter:
 
 @contextlib.contextmanager
 def starter() -> Iterator[Starter]:
-    """Settings for Baton that happen to be in the environment stay outside."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
     popen = subprocess.Popen(
         [sys.executable, "-m", "tests.nats.forking"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
+        env=bare(os.environ),
     )
     made = Starter(popen)
     listening = threading.Thread(target=made.listen)

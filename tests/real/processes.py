@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from router.options import bare
 from tests.real import places
 
 
@@ -29,7 +30,6 @@ def session(
 
     Settings for Baton that happen to be in the environment stay outside.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     places.LOGS.mkdir(parents=True, exist_ok=True)
     with log_of(name).open("wb") as log:
         process = subprocess.Popen(
@@ -37,7 +37,7 @@ def session(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**inherited, **environment},
+            env={**bare(os.environ), **environment},
             start_new_session=True,
         )
         try:
