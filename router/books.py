@@ -18,10 +18,14 @@ from router.moving import Moving
 from router.reactor import Reactor
 from router.ticket import Ticket
 from router.worker import Worker
+from statemachines.leg import LegState
 from statemachines.request import RequestState
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
+
+#: A leg in these states has cost its request an attempt, or more.
+_LOST = frozenset({LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED})
 
 _log = structlog.get_logger("baton")
 
@@ -63,6 +67,7 @@ class Books:
             attempts=ticket.attempts,
             state=ticket.state,
             status=ticket.status,
+            code=ticket.code,
             prompt_tokens=ticket.prompt_tokens,
             completion_tokens=ticket.completion_tokens,
             first_token_seconds=first_seconds,
@@ -128,5 +133,17 @@ class Books:
     def leg_settled(self, leg: Leg, outcome: str) -> None:
         """One leg, with one of the contract's worker outcomes; called once by the leg itself."""
         self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
+        trace = leg.trace
+        if trace.detail or leg.state in _LOST:
+            _log.info(
+                "lost",
+                id=leg.id,
+                worker=trace.worker,
+                role=trace.role,
+                fact=trace.fact,
+                status=trace.status,
+                detail=trace.detail or None,
+                seconds=self.reactor.now - trace.began_at,
+            )
         if leg.is_stream and leg.stream_outcome is not None:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)

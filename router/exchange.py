@@ -25,7 +25,7 @@ from router.answering import (
 )
 from router.books import Books
 from router.calls import Call
-from router.clocks import Clocks, is_due
+from router.clocks import Clocks
 from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers, find, to_client
@@ -33,7 +33,7 @@ from router.legs import Leg
 from router.moving import Moving
 from router.openai import Judge
 from router.partners import Observer, Pair
-from router.patience import meet_silence
+from router.patience import meet_deadline
 from router.relay import DONE_EVENT, MovingRelay, StreamRelay
 from router.routes import Route
 from router.ticket import Failure, Ticket
@@ -273,6 +273,7 @@ class Exchange:
 
     def refuse_unfaithful(self, leg: Leg) -> None:
         """This form will not do: the worker went on with something else, or never got it."""
+        leg.trace.detail = leg.trace.detail or "did not go on where the stream had ended"
         self.lose(leg, "let_go", "rejected", Failure(broken()))
 
     def hand_back(self, leg: Leg) -> None:
@@ -403,32 +404,18 @@ class Exchange:
         """The nearest of this request's clocks (Trio's clock, seconds)."""
         if self.ticket.is_over:
             return None  # its task has yet to run; a due moment that stays would never let it
-        return self.clocks.nearest(self._timed, self.queue_until)
+        return self.clocks.nearest(self.timed, self.queue_until)
 
     @property
-    def _timed(self) -> Leg | None:
+    def timed(self) -> Leg | None:
         """The leg whose silence is judged."""
         if self.leg is None and self.pair is not None:
             return self.pair.awaited
         return self.leg
 
     def on_deadline(self, now: float) -> None:
-        clocks, leg = self.clocks, self._timed
-        if self.ticket.is_over:
-            return
-        if is_due(clocks.request_due(), now):
-            if leg is not None and self.survives(leg, "stalled"):
-                return
-            message = f"The request took longer than {clocks.deadlines.request:g} seconds."
-            self.fire("deadline_passed", Failure(Refusal("request_timeout", message)))
-        elif is_due(self.queue_until, now):
-            message = "The request waited too long for its turn."
-            self.fire("refused", Failure(Refusal("queue_timeout", message, retry_after=1)))
-        elif leg is not None and is_due(clocks.leg_due(leg), now):
-            meet_silence(self, leg, now)
-        elif is_due(clocks.keep_alive_due(), now) and self.channel.reply_begun:
-            self.channel.write(b": keep-alive\n\n")
-            clocks.kept_alive_at = now
+        if not self.ticket.is_over:
+            meet_deadline(self, now)
 
     # The end
 
@@ -445,6 +432,7 @@ class Exchange:
             return
         failure = ticket.failure or Failure(Refusal("internal_error", "The router has failed."))
         if channel.reply_begun:
+            ticket.code = None if failure.event else failure.refusal.code
             last_words = failure.event or failure.refusal.event()
             channel.cut(last_words if self._replies_events else b"")
         elif failure.answer is not None:
@@ -454,5 +442,5 @@ class Exchange:
             lines = self._reply_lines(stream=False)
             channel.respond(answer.status, lines, nest_error(answer.body))
         else:
-            ticket.status = failure.refusal.status
+            ticket.status, ticket.code = failure.refusal.status, failure.refusal.code
             channel.refuse(failure.refusal, ticket.id)

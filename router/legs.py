@@ -13,6 +13,7 @@ from typing import Protocol
 
 from router.breaker import Permit
 from router.headers import Headers
+from router.traces import Trace
 from router.wires.line import Sent
 from router.worker import Worker
 from statemachines import LEG, Edge
@@ -83,6 +84,7 @@ class Leg:
         "state",
         "stream_outcome",
         "suspect_again_at",
+        "trace",
         "upstream",
         "worker",
     )
@@ -120,6 +122,8 @@ class Leg:
         self.stream_outcome: str | None = "upstream_error"
         #: The worker is still at an answer that needs no more of it.
         self.has_rest = False
+        #: What is kept of this leg when it is gone.
+        self.trace = Trace(worker.id, role, now)
         #: What hears the body; the owner says so when the head is there.
         self.on_body: Callable[[bytes], None] = _ignore
         self._permit = permit
@@ -151,7 +155,9 @@ class Leg:
     def fire(self, fact: str) -> None:
         """Report a fact of this leg; a final state settles everything it holds."""
         try:
-            if LEG.fire(self, fact).leaves:
+            leaves = LEG.fire(self, fact).leaves
+            self.trace.fact, self.trace.state = fact, self.state
+            if leaves:
                 self._settle()
         except Exception:
             if not self.is_open:
@@ -205,6 +211,7 @@ class Leg:
                 self.upstream.close()
             self.upstream = None
         if self in self.worker.legs:
+            self.trace.ended_at = now
             self.worker.legs.discard(self)
             self._observer.leg_settled(self, OUTCOMES[self.state])
 
@@ -215,6 +222,7 @@ class Leg:
             self.fire("connected")
 
     def on_head(self, status: int, headers: Headers) -> None:
+        self.trace.status = status
         self.fire("head_arrived")
         self.owner.on_leg_head(self, status, headers)
 
@@ -224,6 +232,7 @@ class Leg:
 
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         if self.is_open:
+            self.trace.detail = detail
             self.owner.on_leg_broken(self, detail, connecting=connecting)
 
     def on_handed_back(self) -> None:
@@ -232,19 +241,23 @@ class Leg:
 
     def on_full(self) -> None:
         if self.is_open:
+            self.trace.detail = "its queue is full"
             self.fire("head_arrived")
             self.owner.on_leg_full(self)
 
     def on_too_large(self, limit: int) -> None:
         if self.is_open:
+            self.trace.detail = f"more than the {limit} bytes that the broker carries"
             self.owner.on_leg_too_large(self, limit)
 
     def on_unread(self) -> None:
         if self.is_open:
+            self.trace.detail = "more waited for the client than is kept"
             self.owner.on_leg_unread(self)
 
     def on_missed(self, detail: str) -> None:
         if self.is_open:
+            self.trace.detail = detail
             self.owner.on_leg_missed(self, detail)
 
     def on_crash(self, error: Exception) -> None:

@@ -122,6 +122,7 @@ class RequestFields(msgspec.Struct, gc=False):
     attempts: int
     state: str
     status: int | None
+    code: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
     first_token_seconds: float | None
@@ -146,6 +147,7 @@ class Logs:
         attempts: int,
         state: str,
         status: int,
+        code: str | None,
         prompt_tokens: int | None,
         completion_tokens: int | None,
         first_token_seconds: float | None,
@@ -154,7 +156,8 @@ class Logs:
         """The one line of a request, written at its end.
 
         `worker` is the id of the last one tried, `state` the final state of its machine and
-        `status` what the client was sent (0 where it left before). None is "not known".
+        `status` what the client was sent (0 where it left before), `code` that of our own error,
+        if it was told one. None is "not known".
         """
         if self.level > 20:
             return
@@ -163,7 +166,7 @@ class Logs:
             self.writer.write(
                 f"{self._stamp.now()} info request id={_text(id)} route={route}"
                 f" worker={'-' if worker is None else _text(worker)} attempts={attempts}"
-                f" state={state} status={status or '-'}"
+                f" state={state} status={status or '-'} code={code or '-'}"
                 f" prompt_tokens={'-' if prompt_tokens is None else prompt_tokens}"
                 f" completion_tokens={'-' if completion_tokens is None else completion_tokens}"
                 f" first_token_seconds={first} seconds={seconds:.6f}\n".encode()
@@ -182,6 +185,7 @@ class Logs:
                     attempts,
                     state,
                     status or None,
+                    code,
                     prompt_tokens,
                     completion_tokens,
                     _round(first_token_seconds),

@@ -1,4 +1,4 @@
-"""What a silent leg means: patience, a look at its worker, or the end of the leg.
+"""What the clocks of a request mean: patience, a look at a worker, or an end.
 
 Silence alone is a matter of the deadlines. With a worker that nobody reaches it is the end: a real
 vLLM 0.32 hangs with the socket open in a third of its shutdowns, while its port is already closed.
@@ -23,8 +23,26 @@ if TYPE_CHECKING:
 SUSPECT_AGAIN_SECONDS = 1.0
 
 
-def meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
-    """One of the clocks of a leg has run out; `now` on Trio's clock, in seconds."""
+def meet_deadline(exchange: Exchange, now: float) -> None:
+    """The moment has come that `exchange` asked for; `now` on Trio's clock, in seconds."""
+    clocks, leg = exchange.clocks, exchange.timed
+    if is_due(clocks.request_due(), now):
+        if leg is not None and exchange.survives(leg, "stalled"):
+            return
+        message = f"The request took longer than {clocks.deadlines.request:g} seconds."
+        exchange.fire("deadline_passed", Failure(Refusal("request_timeout", message)))
+    elif is_due(exchange.queue_until, now):
+        message = "The request waited too long for its turn."
+        exchange.fire("refused", Failure(Refusal("queue_timeout", message, retry_after=1)))
+    elif leg is not None and is_due(clocks.leg_due(leg), now):
+        _meet_silence(exchange, leg, now)
+    elif is_due(clocks.keep_alive_due(), now) and exchange.channel.reply_begun:
+        exchange.channel.write(b": keep-alive\n\n")
+        clocks.kept_alive_at = now
+
+
+def _meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
+    """One of the clocks of a leg has run out."""
     is_stalled = is_due(exchange.clocks.stall_due(leg), now)
     if (is_stalled or leg.is_error) and exchange.survives(leg, "stalled"):
         return
@@ -36,6 +54,7 @@ def meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
         _meet_stall(exchange, leg)
     elif leg.worker.is_silent:
         if not leg.is_recalled() and not exchange.survives(leg, "stalled"):
+            leg.trace.detail = "silent, and nobody reaches its worker"
             exchange.lose(leg, "stalled", "leg_stalled", Failure(broken()))
     else:
         leg.worker.probe_soon()
@@ -51,4 +70,5 @@ def _meet_stall(exchange: Exchange, leg: Leg) -> None:
     else:
         seconds = deadlines.first_token
         refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
+    leg.trace.detail = refusal.message
     exchange.lose(leg, "stalled", "leg_stalled", Failure(refusal))

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from router.errors import Refusal, wordless
 from router.headers import Headers
 from router.moving import Moving
+from router.traces import Trace
 from router.worker import Worker
 from statemachines import REQUEST, Edge
 from statemachines.request import RequestState
@@ -82,6 +83,10 @@ class Ticket:
     completion_tokens: int | None = None
     #: Status sent to the client; 0 while none was.
     status: int = 0
+    #: Code of our own error that the client was told, where it was one.
+    code: str | None = None
+    #: Every leg, in the order in which they began.
+    traces: list[Trace] = field(factory=list)
     #: Moment and edge of every transition (seconds on Trio's clock).
     history: list[tuple[float, Edge]] = field(factory=list)
 

@@ -16,10 +16,12 @@ from router.errors import STATUS_OF
 from router.feed import Watcher
 from router.logs import HasId, Stamp
 from router.ticket import Ticket
-from statemachines import REQUEST, Edge
+from statemachines import LEG, REQUEST, Edge
+from statemachines.leg import LegState
 from statemachines.request import RequestState
 from tests.outcome import Got, Outcome
 
+LOST = {LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED}
 _HOP_BY_HOP = {"keep-alive", "proxy-authenticate", "te", "trailer", "upgrade"}
 #: At one virtual moment; a megabyte in the smallest pieces takes a tenth of it.
 PASSES_MAX = 200_000
@@ -98,6 +100,8 @@ def check(outcome: Outcome) -> None:
         its_history_is_legal(ticket)
         its_attempts_are_bounded(outcome, ticket)
         it_ended_in_time(outcome, ticket)
+        its_legs_are_remembered(ticket)
+    every_lost_leg_is_a_line(outcome)
     everything_is_counted_once(outcome)
     no_engine_works_for_nobody(outcome)
     no_engine_is_asked_twice(outcome)
@@ -108,6 +112,7 @@ def check(outcome: Outcome) -> None:
             its_budget_is_kept(got)
             it_is_one_stream(outcome, got)
             its_error_has_the_one_shape(outcome, got)
+            its_error_is_in_the_log(outcome, got)
             its_rejection_is_the_engine_s_own(outcome, got)
             its_end_is_visible(outcome, got)
             its_headers_are_clean(got)
@@ -164,6 +169,32 @@ def it_ended_in_time(outcome: Outcome, ticket: Ticket) -> None:
     assert ticket.ended_at is not None
     seconds = ticket.ended_at - ticket.started_at
     assert not limit or seconds <= limit + _TIME_SLACK, f"{ticket.id} took {seconds} s"
+
+
+def its_legs_are_remembered(ticket: Ticket) -> None:
+    """Each has ended, by a fact of its chart, and of one that failed it is known why."""
+    count = len(ticket.traces)
+    assert count == ticket.attempts or (ticket.is_paired and count <= 2 * ticket.attempts)
+    targets = {(edge.fact, edge.target) for edge in LEG.rows}
+    for trace in ticket.traces:
+        assert trace.ended_at is not None, f"{ticket.id}: a leg that has not ended"
+        assert ticket.started_at <= trace.began_at <= trace.ended_at
+        assert trace.state in LEG.final
+        assert (trace.fact, trace.state) in targets
+        is_plain = trace.state not in LOST or (trace.status or 0) >= 300
+        assert trace.detail or is_plain, f"{ticket.id}: {trace.fact}, and nobody knows why"
+
+
+def every_lost_leg_is_a_line(outcome: Outcome) -> None:
+    traces = [trace for ticket in outcome.tickets for trace in ticket.traces]
+    lost = [
+        (trace.worker, trace.role, trace.fact, trace.status, trace.detail or None)
+        for trace in traces
+        if trace.detail or trace.state in LOST
+    ]
+    names = ("worker", "role", "fact", "status", "detail")
+    lines = [tuple(line[name] for name in names) for line in outcome.log if line["event"] == "lost"]
+    assert Counter(lines) == Counter(lost)
 
 
 def everything_is_counted_once(outcome: Outcome) -> None:
@@ -346,6 +377,21 @@ def its_error_has_the_one_shape(outcome: Outcome, got: Got) -> None:
         assert error is not None
         assert isinstance(error["message"], str)
     assert b"Traceback" not in got.body
+
+
+def its_error_is_in_the_log(outcome: Outcome, got: Got) -> None:
+    """The code that the client was told; none where it got an engine's own words."""
+    if got.status == 0 or got.ending not in ("clean", "cut") or _was_given_up(outcome, got):
+        return
+    id = got.headers["x-request-id"]
+    codes = {ticket.code for ticket in outcome.tickets if ticket.id == id}
+    if got.error is None and got.ending == "cut":
+        return  # no stream of events, so that nobody could tell it
+    if len(codes) == 1:
+        own = got.headers.get("x-router-error-code")
+        if got.status == 200 and got.code in STATUS_OF:
+            own = str(got.code)
+        assert codes == {own}
 
 
 def its_rejection_is_the_engine_s_own(outcome: Outcome, got: Got) -> None:

@@ -65,6 +65,7 @@ def write_request(logs: Logs, id: str = "7f3a", worker: str | None = "w1") -> No
         attempts=2,
         state="finished",
         status=200,
+        code=None,
         prompt_tokens=12,
         completion_tokens=None,
         first_token_seconds=0.25,
@@ -79,7 +80,7 @@ def test_a_request_is_one_text_line_with_its_fields_in_order(pipe: Pipe) -> None
     stamp, rest = line.split(" ", 1)
     assert STAMP.fullmatch(stamp)
     assert rest == (
-        "info request id=7f3a route=chat worker=w1 attempts=2 state=finished status=200"
+        "info request id=7f3a route=chat worker=w1 attempts=2 state=finished status=200 code=-"
         " prompt_tokens=12 completion_tokens=- first_token_seconds=0.250000 seconds=1.500000"
     )
 
@@ -99,6 +100,7 @@ def test_a_request_is_one_object_with_the_same_fields(pipe: Pipe) -> None:
         ("attempts", 2),
         ("state", "finished"),
         ("status", 200),
+        ("code", None),
         ("prompt_tokens", 12),
         ("completion_tokens", None),
         ("first_token_seconds", 0.25),
@@ -115,6 +117,7 @@ def test_a_request_that_nobody_served_has_no_worker_and_no_status(format: str, p
         attempts=0,
         state="abandoned",
         status=0,
+        code="queue_timeout",
         prompt_tokens=None,
         completion_tokens=None,
         first_token_seconds=None,

@@ -293,6 +293,27 @@ def test_a_request_is_shown_as_a_table_with_times(
     assert said[-1] == "1 subject, 6 facts; all legal"
 
 
+def test_the_legs_of_a_request_are_shown_below_its_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = {"worker": "w0", "role": "mixed", "began": 0.5, "ended": 2.0, "state": "broken"}
+    lost |= {"fact": "stalled", "status": 200, "detail": "silent\x1b[2J for 5 s"}
+    running = {"worker": "w1", "role": "mixed", "began": 2.0, "state": "streaming"}
+    whole = json.loads(document(MOVED, "finished")) | {"legs": [lost, running]}
+    (tmp_path / "r1.json").write_text(json.dumps(whole))
+
+    code = cli.main(["replay", str(tmp_path / "r1.json")])
+
+    said = capsys.readouterr().out.splitlines()
+    head, *rows = (re.split(r"\s{2,}", line.strip()) for line in said[9:12])
+    assert code == 0
+    assert head == ["began", "took", "worker", "role", "last fact", "HTTP", "leg", "what was met"]
+    assert rows == [
+        ["0.500", "1.500", "w0", "mixed", "stalled", "200", "broken", "silent[2J for 5 s"],
+        ["2.000", "w1", "mixed", "streaming"],
+    ]
+
+
 @pytest.mark.parametrize("count", range(1, len(MOVED)))
 def test_a_live_request_shows_how_long_it_has_been_where_it_is(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

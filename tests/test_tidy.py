@@ -36,6 +36,7 @@ PURE = (
     "router.routes",
     "router.sse",
     "router.ticket",
+    "router.traces",
     "router.unpacking",
     "router.width",
     "router.worker",

@@ -40,6 +40,20 @@ class _Transition(msgspec.Struct):
     seconds: object = None
 
 
+class Leg(msgspec.Struct):
+    """One dispatch to a worker, as /debug/requests/ID shows it."""
+
+    worker: str
+    role: str
+    state: str
+    #: Seconds since the request came.
+    began: float
+    ended: float | None = None
+    fact: str | None = None
+    status: int | None = None
+    detail: str | None = None
+
+
 class _Request(msgspec.Struct):
     """The answer of /debug/requests/ID."""
 
@@ -48,6 +62,7 @@ class _Request(msgspec.Struct):
     transitions: tuple[_Transition, ...]
     #: Of the request, when the router was asked.
     seconds: object = None
+    legs: tuple[Leg, ...] = ()
 
 
 class _Line(msgspec.Struct):
@@ -81,6 +96,7 @@ class Recording:
     state: str | None = None
     #: When the router was asked, in seconds since that request came.
     asked_at: float | None = None
+    legs: tuple[Leg, ...] = ()
     #: Sentences on what could not be read and is missing from the records.
     gaps: tuple[str, ...] = ()
     #: Sentences on times that are none.
@@ -144,6 +160,7 @@ def _read_request(whole: Mapping[str, object]) -> Recording:
         is_whole=True,
         state=request.state,
         asked_at=asked_at,
+        legs=request.legs,
         remarks=tuple(clock.remarks()),
     )
 

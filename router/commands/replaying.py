@@ -16,9 +16,9 @@ from pathlib import Path
 
 import attrs
 
-from router.commands.columns import columns, counted
+from router.commands.columns import columns, counted, printable
 from router.commands.mistakes import complain
-from router.commands.recordings import BadRecording, Recording, read_recording, shown
+from router.commands.recordings import BadRecording, Leg, Recording, read_recording, shown
 from router.reasons import in_words
 from statemachines import CHARTS
 from statemachines.chart import Chart
@@ -33,6 +33,7 @@ SHOWN_MAX = 20
 IDS_MAX = 8
 MACHINES = tuple(chart.name for chart in CHARTS)
 _HEAD = ("seconds", "stayed", "in", "fact", "if", "leads to", "because")
+_LEGS_HEAD = ("began", "took", "worker", "role", "last fact", "HTTP", "leg", "what was met")
 
 
 class Mistake(Exception):
@@ -142,6 +143,9 @@ def _report(found: Replay, recording: Recording, *, shows_all: bool) -> Iterator
         yield from _counted(found)
     for life in shown:
         yield from _table_of(life, recording)
+    if recording.legs:
+        yield columns([_LEGS_HEAD, *map(_row_of_leg, recording.legs)], "  ")
+        yield ""
     if found.refusals:
         yield from _refused(found.refusals[0])
     elif _differs(found, recording):
@@ -222,6 +226,13 @@ def _rows_of(life: Life, recording: Recording) -> Iterator[tuple[str, ...]]:
     if (stayed := _last_stay(life, recording)) is not None:
         still = "still there when the router was asked"
         yield _time(recording.asked_at), _time(stayed), str(life.state.value), "", "", "", still
+
+
+def _row_of_leg(leg: Leg) -> tuple[str, ...]:
+    took = None if leg.ended is None else leg.ended - leg.began
+    status = "" if leg.status is None else str(leg.status)
+    words = (leg.worker, leg.role, leg.fact or "", status, leg.state, leg.detail or "")
+    return _time(leg.began), _time(took), *map(printable, words)
 
 
 def _time(seconds: float | None) -> str:

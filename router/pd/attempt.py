@@ -310,6 +310,7 @@ class PairAttempt:
             now=exchange.now,
         )
         leg.rank = orders.prefill_rank
+        exchange.ticket.traces.append(leg.trace)
         around.spawn(prefill.live)
         return leg
 
@@ -333,6 +334,7 @@ class PairAttempt:
             now=exchange.now,
         )
         leg.rank = self.orders.decode_rank
+        exchange.ticket.traces.append(leg.trace)
         exchange.start(leg)
         self._send(leg, body, self.orders.decode_rank)
 

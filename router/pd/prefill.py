@@ -263,10 +263,21 @@ class Prefill:
         if verdict is _CONSEQUENCE:
             self.leg.let_go("aborted")
         else:
+            self._explain(verdict)
             self.leg.fire(verdict.fact)
         self._waker.wake()
         if verdict is not _CONSEQUENCE and not is_told:
             self._tell(verdict)
+
+    def _explain(self, verdict: Verdict) -> None:
+        """What the wire has not said, in the words that the client gets; never the worker's."""
+        trace, failure = self.leg.trace, verdict.failure
+        if failure is None or trace.detail:
+            return
+        if failure.answer is None:
+            trace.detail = failure.refusal.message
+        elif is_good(trace.status or 0):
+            trace.detail = f"an error of status {failure.answer.status} in its answer"
 
     def _blamed(self, verdict: Verdict) -> Verdict:
         """The same, unless it follows from what became of decode."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simulate import Client, Engine, Outcome, Plan, simulate
 
 
@@ -61,3 +63,87 @@ def test_a_breaker_that_opens_and_closes_is_told_of() -> None:
         {"level": "warning", "fact": "opened", "worker": "w0", "failures": 3},
         {"level": "info", "fact": "closed", "worker": "w0"},
     ]
+
+
+#### Legs that cost their request an attempt
+
+
+@pytest.mark.parametrize(
+    ("fault", "fact", "status", "detail"),
+    [
+        ("now:refuse", "broke", None, "no connection: [Errno 111] refused"),
+        ("cut", "broke", None, "the worker closed the connection"),
+        ("cut,at=head", "broke", 200, "the worker closed the connection"),
+        ("cut,after_events=2", "broke", 200, "the worker closed the connection"),
+        ("hang", "stalled", None, "No first token within 10 s."),
+        ("hang,at=head", "stalled", 200, "No first token within 10 s."),
+        ("hang,after_events=5", "stalled", 200, "The worker was silent for 5 s."),
+        ("hang,at=finish", "stalled", 200, "silent between its finish and its end"),
+        ("status,code=500", "erred", 500, None),
+        ("status,code=429", "backpressure", 429, None),
+        ("error_event,code=500", "erred", 200, "an error event of status 500"),
+        ("end,after_events=2", "lied", 200, "no finish before the end"),
+        ("abort,after_events=2", "lied", 200, "an end that is none"),
+    ],
+    ids=str,
+)
+def test_a_lost_leg_is_one_line_that_says_what_was_met(
+    fault: str, fact: str, status: int | None, detail: str | None
+) -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(), Engine()),
+            clients=(Client(at=1.0, tokens=8, headers=(("x-request-id", "mine"),)), path(40.0)),
+            happenings=((0.5, f"faults 0 {fault}"),),
+            settings={
+                "first_token_timeout_secs": 10.0,
+                "stream_idle_timeout_secs": 5.0,
+                "migration_limit": 1,
+                "health_check_interval_secs": 100.0,
+            },
+        )
+    )
+
+    met = {"worker": "w0", "role": "mixed", "fact": fact, "status": status, "detail": detail}
+    (line,) = told(outcome, "lost")
+    assert 0 <= line.pop("seconds") <= 10  # type: ignore[operator]
+    assert line == {"level": "info", "id": "mine.1", **met}
+    legs = outcome.got[1].json["legs"]
+    assert isinstance(legs, list)
+    assert met.items() <= legs[0].items()
+    assert [leg["state"] for leg in legs[1:]] in ([], ["succeeded"])
+
+
+def test_a_request_s_line_has_the_code_that_its_client_was_told() -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(faults="hang,after_events=5"),),
+            clients=(Client(tokens=8, headers=(("x-request-id", "mine"),)), path(30.0)),
+            settings={"stream_idle_timeout_secs": 5.0},
+        )
+    )
+
+    (line,) = told(outcome, "request")
+    assert (line["state"], line["status"], line["code"]) == ("failed", 200, "stream_idle_timeout")
+    assert outcome.got[1].json["code"] == "stream_idle_timeout"
+    assert outcome.got[0].code == "stream_idle_timeout"
+
+
+def test_both_legs_of_a_pair_are_remembered() -> None:
+    halves = (
+        Engine(kind="sglang", role="prefill", faults="status,code=500"),
+        Engine(kind="sglang", role="decode"),
+    )
+    named = Client(tokens=2, headers=(("x-request-id", "mine"),))
+
+    outcome = simulate(Plan(engines=halves, clients=(named, path(30.0))))
+
+    legs = outcome.got[1].json["legs"]
+    assert isinstance(legs, list)
+    seen = [(leg["role"], leg["state"], leg["fact"], leg["status"]) for leg in legs]
+    assert seen == [("prefill", "broken", "erred", 500), ("decode", "closed", "let_go", None)]
+
+
+def path(at: float) -> Client:
+    """Who asks for the way of the request `mine`."""
+    return Client(method="GET", path="/debug/requests/mine", at=at)

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 HELD_BYTES_MAX = 64 * 1024 * 1024
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
-DETAIL_CHARACTERS_MAX = 500
 ABSENT = "nobody listens at the worker's subject"
 
 
@@ -387,7 +386,8 @@ class NatsSent:
         if is_refusal and not self._has_head and not self._held:
             self._tell_whole(status, JSON, refusal_of(status).body())
             return
-        detail = message.payload.decode("utf-8", "replace")[:DETAIL_CHARACTERS_MAX]
+        # Not in the agent's words: those of others may repeat what was asked.
+        detail = f"its agent has reported {f'status {status}' if status else 'an error'}"
         is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
         self._last().on_broken(detail, connecting=is_unreachable)
 

@@ -1,0 +1,43 @@
+"""What is remembered of each leg of a request, for whoever asks why it went as it did.
+
+A trace outlives its leg by as long as its request is remembered, so it holds words and numbers
+only: nothing of a prompt or an answer, and no connection.
+"""
+
+from __future__ import annotations
+
+from attrs import define
+
+from statemachines.leg import LegState
+
+
+@define(eq=False)
+class Trace:
+    """One leg: its worker, its last fact, and what was met there."""
+
+    worker: str
+    role: str
+    #: Moments on Trio's clock (seconds).
+    began_at: float
+    ended_at: float | None = None
+    state: LegState = LegState.CONNECTING
+    #: The last fact of the leg chart; of a leg that is over, the one that ended it.
+    fact: str | None = None
+    #: The HTTP status, once the head is there.
+    status: int | None = None
+    #: In our own words, what stood behind the fact; empty where the fact says it all.
+    detail: str = ""
+
+    def shown(self, started_at: float) -> dict[str, object]:
+        """For JSON; times are counted from the beginning of the request (seconds)."""
+        ended_at = self.ended_at
+        return {
+            "worker": self.worker,
+            "role": self.role,
+            "began": round(self.began_at - started_at, 6),
+            "ended": None if ended_at is None else round(ended_at - started_at, 6),
+            "state": self.state.value,
+            "fact": self.fact,
+            "status": self.status,
+            "detail": self.detail or None,
+        }
