@@ -22,6 +22,9 @@ from statemachines.request import RequestState
 from tests.outcome import Got, Outcome
 
 LOST = {LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED}
+#: How the detail of a leg begins that was only let go, and yet has lost its request the attempt.
+_LOST_ON_THE_WAY = ("lost on its way: ", "nobody listens", "did not go on")
+DETAIL_CHARACTERS_MAX = 200
 _HOP_BY_HOP = {"keep-alive", "proxy-authenticate", "te", "trailer", "upgrade"}
 #: At one virtual moment; a megabyte in the smallest pieces takes a tenth of it.
 PASSES_MAX = 200_000
@@ -183,6 +186,19 @@ def its_legs_are_remembered(ticket: Ticket) -> None:
         assert (trace.fact, trace.state) in targets
         is_plain = trace.state not in LOST or (trace.status or 0) >= 300
         assert trace.detail or is_plain, f"{ticket.id}: {trace.fact}, and nobody knows why"
+        has_reason = trace.state in (LegState.SUCCEEDED, LegState.HANDED_BACK)
+        assert not (trace.detail and has_reason), f"{ticket.id}: {trace.fact}: {trace.detail}"
+        its_words_are_our_own(trace.detail)
+
+
+def its_words_are_our_own(detail: str) -> None:
+    """A phrase of a log: short, in one style, and nothing of what a worker has said."""
+    assert detail.isascii()
+    assert detail == "" or detail.isprintable()
+    assert len(detail) <= DETAIL_CHARACTERS_MAX
+    assert not detail.endswith(".")
+    assert "http:" not in detail
+    assert "simulated" not in detail
 
 
 def every_lost_leg_is_a_line(outcome: Outcome) -> None:
@@ -190,11 +206,20 @@ def every_lost_leg_is_a_line(outcome: Outcome) -> None:
     lost = [
         (trace.worker, trace.role, trace.fact, trace.status, trace.detail or None)
         for trace in traces
-        if trace.detail or trace.state in LOST
+        if trace.state in LOST
+        or (trace.state is LegState.CLOSED and trace.detail.startswith(_LOST_ON_THE_WAY))
     ]
     names = ("worker", "role", "fact", "status", "detail")
     lines = [tuple(line[name] for name in names) for line in outcome.log if line["event"] == "lost"]
     assert Counter(lines) == Counter(lost)
+    blamed = sum(fact not in ("let_go", "bug") for _, _, fact, _, _ in lines)
+    counted = sum(
+        value
+        for name, value in outcome.metrics.items()
+        if name.startswith("baton_worker_requests_total{")
+        and ('outcome="error"' in name or 'outcome="backpressure"' in name)
+    )
+    assert blamed == counted, f"{blamed} lines blame a worker, {counted} are counted"
 
 
 def everything_is_counted_once(outcome: Outcome) -> None:

@@ -47,6 +47,15 @@ HELD_BYTES_MAX = 64 * 1024 * 1024
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
 ABSENT = "nobody listens at the worker's subject"
+#: What an `error` frame says, by its status. Not in its agent's words: those of agents that are
+#: not ours may repeat what was asked.
+_REPORTED = {
+    UNREACHABLE: "its agent cannot reach the engine",
+    500: "its agent has lost the engine's answer",
+    503: "its agent has stopped",
+    504: "its agent has waited too long for the engine",
+}
+_FAILED = "its agent has reported an error"
 
 
 class NatsSent:
@@ -386,10 +395,8 @@ class NatsSent:
         if is_refusal and not self._has_head and not self._held:
             self._tell_whole(status, JSON, refusal_of(status).body())
             return
-        # Not in the agent's words: those of others may repeat what was asked.
-        detail = f"its agent has reported {f'status {status}' if status else 'an error'}"
         is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
-        self._last().on_broken(detail, connecting=is_unreachable)
+        self._last().on_broken(_REPORTED.get(status, _FAILED), connecting=is_unreachable)
 
     def _fail(self, detail: str) -> None:
         """The worker's fault."""
