@@ -22,8 +22,8 @@ from statemachines.request import RequestState
 from tests.outcome import Got, Outcome
 
 LOST = {LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED}
-#: How the detail of a leg begins that was only let go, and yet has lost its request the attempt.
-_LOST_ON_THE_WAY = ("lost on its way: ", "nobody listens", "did not go on")
+#: How the detail of a leg begins that was let go, and is lost all the same.
+IN_VAIN = ("lost on its way: ", "nobody listens", "the worker's entry", "did not go on")
 DETAIL_CHARACTERS_MAX = 200
 _HOP_BY_HOP = {"keep-alive", "proxy-authenticate", "te", "trailer", "upgrade"}
 #: At one virtual moment; a megabyte in the smallest pieces takes a tenth of it.
@@ -206,20 +206,27 @@ def every_lost_leg_is_a_line(outcome: Outcome) -> None:
     lost = [
         (trace.worker, trace.role, trace.fact, trace.status, trace.detail or None)
         for trace in traces
-        if trace.state in LOST
-        or (trace.state is LegState.CLOSED and trace.detail.startswith(_LOST_ON_THE_WAY))
+        if trace.state in LOST or trace.was_in_vain
     ]
+    in_vain = [trace for trace in traces if trace.was_in_vain]
+    assert all(trace.detail.startswith(IN_VAIN) for trace in in_vain), in_vain
     names = ("worker", "role", "fact", "status", "detail")
     lines = [tuple(line[name] for name in names) for line in outcome.log if line["event"] == "lost"]
     assert Counter(lines) == Counter(lost)
-    blamed = sum(fact not in ("let_go", "bug") for _, _, fact, _, _ in lines)
-    counted = sum(
-        value
-        for name, value in outcome.metrics.items()
-        if name.startswith("baton_worker_requests_total{")
-        and ('outcome="error"' in name or 'outcome="backpressure"' in name)
-    )
-    assert blamed == counted, f"{blamed} lines blame a worker, {counted} are counted"
+    blamed = Counter(worker for worker, _, fact, _, _ in lines if fact not in ("let_go", "bug"))
+    # Counts go with their worker; lines stay.
+    gone = {line["worker"] for line in outcome.log if line.get("fact") == "left"}
+    gone |= {f"w{text.split()[1]}" for _, text in outcome.plan.happenings if text[:6] == "remove"}
+    for worker in {trace.worker for trace in traces} - gone:
+        counted = sum(
+            value
+            for name, value in outcome.metrics.items()
+            if name.startswith("baton_worker_requests_total{")
+            and f'worker="{worker}"' in name
+            and ('outcome="error"' in name or 'outcome="backpressure"' in name)
+        )
+        said = f"{blamed[worker]} lines blame {worker}, and {counted} are counted"
+        assert blamed[worker] == counted, said
 
 
 def everything_is_counted_once(outcome: Outcome) -> None:

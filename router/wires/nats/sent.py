@@ -34,6 +34,7 @@ from router.wires.nats.protocol import (
     answer_headers,
     is_drain_notice,
     number,
+    reported,
 )
 from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, JSON, are_events, headers_of, is_packed, refusal_of
@@ -47,15 +48,6 @@ HELD_BYTES_MAX = 64 * 1024 * 1024
 #: After the answer is known to be over, how long its last frame may take before it is cancelled.
 LINGER_SECONDS = 1.0
 ABSENT = "nobody listens at the worker's subject"
-#: What an `error` frame says, by its status. Not in its agent's words: those of agents that are
-#: not ours may repeat what was asked.
-_REPORTED = {
-    UNREACHABLE: "its agent cannot reach the engine",
-    500: "its agent has lost the engine's answer",
-    503: "its agent has stopped",
-    504: "its agent has waited too long for the engine",
-}
-_FAILED = "its agent has reported an error"
 
 
 class NatsSent:
@@ -396,7 +388,7 @@ class NatsSent:
             self._tell_whole(status, JSON, refusal_of(status).body())
             return
         is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
-        self._last().on_broken(_REPORTED.get(status, _FAILED), connecting=is_unreachable)
+        self._last().on_broken(reported(status), connecting=is_unreachable)
 
     def _fail(self, detail: str) -> None:
         """The worker's fault."""
