@@ -13,7 +13,7 @@ from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers
 from router.legs import Leg
-from router.openai import BUSY, judge_answer
+from router.openai import BUSY, GAVE_UP, judge_answer
 from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
 from router.unpacking import NotPacked, encoding_of, unpack, unpacker_of, without_encoding
@@ -130,8 +130,8 @@ class StreamAnswering:
     def survives(self, leg_fact: str) -> bool:
         if not (self._relay.released and self._is_finished()):
             return False
-        trace = self._leg.trace
-        trace.detail = trace.detail or "silent between its finish and its end"
+        if leg_fact == "stalled":
+            self._leg.trace.meet("silent between its finish and its end")
         self._complete_locally(leg_fact, "lost_after_end")
         return True
 
@@ -154,14 +154,16 @@ class StreamAnswering:
         elif self._relay.is_unfaithful:
             exchange.refuse_unfaithful(self._leg)
         else:
-            self._leg.trace.detail = self._met_at_end()
+            self._leg.trace.meet(self._met_at_end())
             exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
 
     def _met_at_end(self) -> str:
         """What an end that lies was, for the log."""
         if self._relay.ending is Ending.TOO_LARGE:
             return "an event without end"
-        return "an end that is none" if self._relay.error_event else "no finish before the end"
+        if not self._relay.error_event:
+            return "no finish before the end"
+        return "[DONE] without a finish" if self._relay.judge.done else GAVE_UP
 
     def _is_finished(self) -> bool:
         """Every choice that was asked for has its finish, not only those that were seen."""
@@ -183,7 +185,7 @@ class StreamAnswering:
         relay = self._relay
         status = relay.judge.error_status
         self._leg.stream_outcome = "error_event"
-        self._leg.trace.detail = f"an error event of status {status}"
+        self._leg.trace.meet(f"an error event of status {status}")
         if relay.released:
             failure = Failure(broken(), event=relay.error_event)
         else:
@@ -231,7 +233,7 @@ class WholeAnswering:
             self._meet_error(Answer(exchange.status, exchange.headers, body))
         elif not body and (exchange.status == 200 or exchange.route.family != "other"):
             # An empty 200 is no answer (GoModel PR #1015); nothing was sent, so try elsewhere.
-            self._leg.trace.detail = "an answer without a body"
+            self._leg.trace.meet("an answer without a body")
             exchange.lose(self._leg, "lied", "leg_lost", Failure(broken()))
         else:
             self._judge(body)
@@ -249,7 +251,7 @@ class WholeAnswering:
         if self._leg.is_error:
             self._meet_error(Answer.without_body(exchange.status, exchange.headers))
         else:
-            self._leg.trace.detail = _UNREADABLE
+            self._leg.trace.meet(_UNREADABLE)
             exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
 
     def _judge(self, body: bytes) -> None:
@@ -257,11 +259,11 @@ class WholeAnswering:
         verdict = judge_answer(exchange.route.family, body)
         exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
         if verdict.error_status:
-            self._leg.trace.detail = f"an error of status {verdict.error_status} in its body"
+            self._leg.trace.meet(f"an error of status {verdict.error_status} in its body")
             headers: Headers = [(b"content-type", b"application/json")]
             self._meet_error(Answer(verdict.error_status, headers, body))
         elif verdict.lies:
-            self._leg.trace.detail = "an answer without a good finish"
+            self._leg.trace.meet("JSON that ends too early" if verdict.is_short else GAVE_UP)
             exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
         else:
             exchange.respond(body)
@@ -307,7 +309,7 @@ class PackedAnswering:
                 raise NotPacked("an unknown encoding")
             events = self._unpacker.feed(data)
         except NotPacked:
-            self._leg.trace.detail = _UNREADABLE
+            self._leg.trace.meet(_UNREADABLE)
             self._exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
             return
         if events:

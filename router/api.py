@@ -321,7 +321,7 @@ class Api:
         for ticket in (*self._serving.live, *reversed(self._serving.ended)):
             if ticket.id == found["id"]:
                 shown = _show_ticket(ticket, ticket.ended_at or self._reactor.now)
-                shown["code"] = ticket.code
+                shown["status"], shown["code"] = ticket.status or None, ticket.code
                 shown["legs"] = [trace.shown(ticket.started_at) for trace in ticket.traces]
                 shown["transitions"] = [
                     {

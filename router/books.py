@@ -18,14 +18,10 @@ from router.moving import Moving
 from router.reactor import Reactor
 from router.ticket import Ticket
 from router.worker import Worker
-from statemachines.leg import LegState
 from statemachines.request import RequestState
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
-
-#: A leg in these states has cost its request an attempt, or more.
-_LOST = frozenset({LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED})
 
 _log = structlog.get_logger("baton")
 
@@ -112,7 +108,7 @@ class Books:
             tokens=continuation.carried,
             mode=continuation.mode.value,
             reason=moving.reason,
-            gap_seconds=gap,
+            gap_seconds=round(gap, 6),
         )
         moving.decide(self.metrics.stream_ended, "migrated")
         moving.arrive()
@@ -134,7 +130,7 @@ class Books:
         """One leg, with one of the contract's worker outcomes; called once by the leg itself."""
         self.metrics.leg_ended(worker=leg.worker.id, role=leg.role, outcome=outcome)
         trace = leg.trace
-        if trace.detail or leg.state in _LOST:
+        if trace.is_lost:
             _log.info(
                 "lost",
                 id=leg.id,
@@ -143,7 +139,7 @@ class Books:
                 fact=trace.fact,
                 status=trace.status,
                 detail=trace.detail or None,
-                seconds=self.reactor.now - trace.began_at,
+                seconds=round(self.reactor.now - trace.began_at, 6),
             )
         if leg.is_stream and leg.stream_outcome is not None:
             self.metrics.stream_ended(worker=leg.worker.id, outcome=leg.stream_outcome)

@@ -148,6 +148,7 @@ class Exchange:
 
     def on_leg_broken(self, leg: Leg, detail: str, *, connecting: bool) -> None:
         if leg.is_absent:
+            leg.trace.was_in_vain = True
             leg.worker.probe_soon()
             self.lose(leg, "let_go", "passed_over", Failure(unreachable()), was_sent=False)
         elif connecting:
@@ -185,6 +186,7 @@ class Exchange:
         self.channel.give_up()
 
     def on_leg_missed(self, leg: Leg, detail: str) -> None:
+        leg.trace.was_in_vain = True
         if not self.survives(leg, "let_go"):
             refusal = unreachable() if leg.state is LegState.CONNECTING else broken()
             self.ticket.note_miss(leg.worker)
@@ -273,7 +275,9 @@ class Exchange:
 
     def refuse_unfaithful(self, leg: Leg) -> None:
         """This form will not do: the worker went on with something else, or never got it."""
-        leg.trace.detail = leg.trace.detail or "did not go on where the stream had ended"
+        if not leg.trace.detail:  # else it is that it was too large to be sent
+            leg.trace.was_in_vain = True
+            leg.trace.meet("did not go on where the stream had ended")
         self.lose(leg, "let_go", "rejected", Failure(broken()))
 
     def hand_back(self, leg: Leg) -> None:

@@ -161,6 +161,8 @@ class Leg:
                 self._settle()
         except Exception:
             if not self.is_open:
+                if self.trace.state is not self.state:  # who listens has failed, and not the chart
+                    self.trace.fact, self.trace.state = fact, self.state
                 self._settle()  # what a bug of ours has kept it from giving back
             raise
 
@@ -232,7 +234,7 @@ class Leg:
 
     def on_broken(self, detail: str, *, connecting: bool) -> None:
         if self.is_open:
-            self.trace.detail = detail
+            self.trace.meet(detail)
             self.owner.on_leg_broken(self, detail, connecting=connecting)
 
     def on_handed_back(self) -> None:
@@ -241,28 +243,29 @@ class Leg:
 
     def on_full(self) -> None:
         if self.is_open:
-            self.trace.detail = "its queue is full"
+            self.trace.meet("its queue is full")
             self.fire("head_arrived")
             self.owner.on_leg_full(self)
 
     def on_too_large(self, limit: int) -> None:
         if self.is_open:
-            self.trace.detail = f"more than the {limit} bytes that the broker carries"
+            self.trace.meet(f"larger than the {limit} bytes that the broker carries")
             self.owner.on_leg_too_large(self, limit)
 
     def on_unread(self) -> None:
         if self.is_open:
-            self.trace.detail = "more waited for the client than is kept"
+            self.trace.meet("more waited for the client than is kept")
             self.owner.on_leg_unread(self)
 
     def on_missed(self, detail: str) -> None:
         if self.is_open:
-            self.trace.detail = detail
+            self.trace.meet(f"lost on its way: {detail}")
             self.owner.on_leg_missed(self, detail)
 
     def on_crash(self, error: Exception) -> None:
         try:
             if self.is_open:
+                self.trace.meet("a bug of Baton's: the log has its traceback")
                 self.fire("bug")
         finally:
             self.owner.on_crash(error)

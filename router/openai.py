@@ -21,6 +21,8 @@ from router.sse import data_of
 #: Finish reasons by which an engine says that it gave up: vLLM sends `abort` on shutdown and
 #: documents `error` as an internal failure; SGLang sends `abort` for /abort_request.
 LYING_FINISHES = frozenset({"abort", "error"})
+#: The same for people.
+GAVE_UP = "a finish by which the engine gave up"
 #: Statuses of a worker that has no room now.
 BUSY = frozenset({429, 503})
 
@@ -402,6 +404,8 @@ class UnaryVerdict(msgspec.Struct):
     completion_tokens: int | None = None
     #: Of an error inside a 2xx; 0 where there is none.
     error_status: int = 0
+    #: It lies since there is less of it than its framing said.
+    is_short: bool = False
 
 
 def judge_answer(family: str, body: bytes) -> UnaryVerdict:
@@ -418,7 +422,8 @@ def judge_answer(family: str, body: bytes) -> UnaryVerdict:
         return _judge_generated(body) if family == "generate" else UnaryVerdict()
     except msgspec.DecodeError as error:
         # Where its framing is the end of the connection, nothing else tells that it was cut.
-        return UnaryVerdict(lies=body.lstrip()[:1] in (b"{", b"[") and _TRUNCATED in str(error))
+        is_short = body.lstrip()[:1] in (b"{", b"[") and _TRUNCATED in str(error)
+        return UnaryVerdict(lies=is_short, is_short=is_short)
     except RecursionError:
         return UnaryVerdict()
 

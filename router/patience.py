@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: How often a silent stream's worker is looked at again.
 SUSPECT_AGAIN_SECONDS = 1.0
+UNREACHED = "silent, and nobody reaches its worker"
 
 
 def meet_deadline(exchange: Exchange, now: float) -> None:
@@ -54,7 +55,7 @@ def _meet_silence(exchange: Exchange, leg: Leg, now: float) -> None:
         _meet_stall(exchange, leg)
     elif leg.worker.is_silent:
         if not leg.is_recalled() and not exchange.survives(leg, "stalled"):
-            leg.trace.detail = "silent, and nobody reaches its worker"
+            leg.trace.meet(UNREACHED)
             exchange.lose(leg, "stalled", "leg_stalled", Failure(broken()))
     else:
         leg.worker.probe_soon()
@@ -66,9 +67,11 @@ def _meet_stall(exchange: Exchange, leg: Leg) -> None:
     deadlines = exchange.clocks.deadlines
     if leg.state is LegState.STREAMING:
         seconds = deadlines.stream_idle
+        detail = f"silent for {seconds:g} s"
         refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
     else:
         seconds = deadlines.first_token
+        detail = f"no first token within {seconds:g} s"
         refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
-    leg.trace.detail = refusal.message
+    leg.trace.meet(detail)
     exchange.lose(leg, "stalled", "leg_stalled", Failure(refusal))

@@ -10,6 +10,9 @@ from attrs import define
 
 from statemachines.leg import LegState
 
+#: A leg in these states has cost its request an attempt, or more.
+_LOST = frozenset({LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED})
+
 
 @define(eq=False)
 class Trace:
@@ -27,6 +30,17 @@ class Trace:
     status: int | None = None
     #: In our own words, what stood behind the fact; empty where the fact says it all.
     detail: str = ""
+    #: It was only let go, but because nothing could come of it: nobody was there, say.
+    was_in_vain: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """It has cost its request an attempt, and not by the fault of whoever asked."""
+        return self.was_in_vain or self.state in _LOST
+
+    def meet(self, detail: str) -> None:
+        """What is met first is the cause: what comes after it follows from it."""
+        self.detail = self.detail or detail
 
     def shown(self, started_at: float) -> dict[str, object]:
         """For JSON; times are counted from the beginning of the request (seconds)."""

@@ -22,6 +22,9 @@ from statemachines.request import RequestState
 from tests.outcome import Got, Outcome
 
 LOST = {LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED}
+#: How the detail of a leg begins that was let go, and is lost all the same.
+IN_VAIN = ("lost on its way: ", "nobody listens", "the worker's entry", "did not go on")
+DETAIL_CHARACTERS_MAX = 200
 _HOP_BY_HOP = {"keep-alive", "proxy-authenticate", "te", "trailer", "upgrade"}
 #: At one virtual moment; a megabyte in the smallest pieces takes a tenth of it.
 PASSES_MAX = 200_000
@@ -183,6 +186,19 @@ def its_legs_are_remembered(ticket: Ticket) -> None:
         assert (trace.fact, trace.state) in targets
         is_plain = trace.state not in LOST or (trace.status or 0) >= 300
         assert trace.detail or is_plain, f"{ticket.id}: {trace.fact}, and nobody knows why"
+        has_reason = trace.state in (LegState.SUCCEEDED, LegState.HANDED_BACK)
+        assert not (trace.detail and has_reason), f"{ticket.id}: {trace.fact}: {trace.detail}"
+        its_words_are_our_own(trace.detail)
+
+
+def its_words_are_our_own(detail: str) -> None:
+    """A phrase of a log: short, in one style, and nothing of what a worker has said."""
+    assert detail.isascii()
+    assert detail == "" or detail.isprintable()
+    assert len(detail) <= DETAIL_CHARACTERS_MAX
+    assert not detail.endswith(".")
+    assert "http:" not in detail
+    assert "simulated" not in detail
 
 
 def every_lost_leg_is_a_line(outcome: Outcome) -> None:
@@ -190,11 +206,27 @@ def every_lost_leg_is_a_line(outcome: Outcome) -> None:
     lost = [
         (trace.worker, trace.role, trace.fact, trace.status, trace.detail or None)
         for trace in traces
-        if trace.detail or trace.state in LOST
+        if trace.state in LOST or trace.was_in_vain
     ]
+    in_vain = [trace for trace in traces if trace.was_in_vain]
+    assert all(trace.detail.startswith(IN_VAIN) for trace in in_vain), in_vain
     names = ("worker", "role", "fact", "status", "detail")
     lines = [tuple(line[name] for name in names) for line in outcome.log if line["event"] == "lost"]
     assert Counter(lines) == Counter(lost)
+    blamed = Counter(worker for worker, _, fact, _, _ in lines if fact not in ("let_go", "bug"))
+    # Counts go with their worker; lines stay.
+    gone = {line["worker"] for line in outcome.log if line.get("fact") == "left"}
+    gone |= {f"w{text.split()[1]}" for _, text in outcome.plan.happenings if text[:6] == "remove"}
+    for worker in {trace.worker for trace in traces} - gone:
+        counted = sum(
+            value
+            for name, value in outcome.metrics.items()
+            if name.startswith("baton_worker_requests_total{")
+            and f'worker="{worker}"' in name
+            and ('outcome="error"' in name or 'outcome="backpressure"' in name)
+        )
+        said = f"{blamed[worker]} lines blame {worker}, and {counted} are counted"
+        assert blamed[worker] == counted, said
 
 
 def everything_is_counted_once(outcome: Outcome) -> None:

@@ -482,6 +482,7 @@ def test_an_answer_that_ends_too_early_is_none(family: str, body: bytes) -> None
     cut = [length for length in range(1, len(body)) if not judge_answer(family, body[:length]).lies]
 
     assert cut == []
+    assert judge_answer(family, body[:-1]).is_short
     assert not judge_answer(family, body).lies
     # What is no JSON for another reason is the engine's business and the client's.
     assert not judge_answer(family, b"well" + body).lies

@@ -21,7 +21,7 @@ from router.errors import Refusal
 from router.exchange import Exchange
 from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
-from router.patience import SUSPECT_AGAIN_SECONDS
+from router.patience import SUSPECT_AGAIN_SECONDS, UNREACHED
 from router.pd.aborts import Aborts, DecodeWatch
 from router.pd.logprobs import PromptLogprobs
 from router.pd.merging import MergingAnswering
@@ -216,7 +216,7 @@ class PairAttempt:
         if prefill.leg.worker.is_silent:
             if not prefill.leg.is_recalled():
                 message = "The prefill worker does not answer."
-                prefill.lose("stalled", Refusal("upstream_broken", message))
+                prefill.lose("stalled", Refusal("upstream_broken", message), UNREACHED)
             return True
         prefill.leg.worker.probe_soon()
         if is_stalled:
@@ -232,7 +232,8 @@ class PairAttempt:
         seconds = self.exchange.clocks.deadlines.first_token
         message = f"No first token within {seconds:g} s."
         if self.orders.is_serial:
-            prefill.lose("stalled", Refusal("first_token_timeout", message))
+            detail = f"no first token within {seconds:g} s"
+            prefill.lose("stalled", Refusal("first_token_timeout", message), detail)
             return
         # Decode is not to blame, and prefill's own time is not over: it books its end itself.
         ticket = self.exchange.ticket

@@ -138,7 +138,8 @@ class Prefill:
                 self._conclude(verdict_without_body(status, headers))
             elif self.leg.is_open:
                 message = f"No prefill in {self._seconds:g} s."
-                self.lose("stalled", Refusal("request_timeout", message))
+                detail = f"no prefill within {self._seconds:g} s"
+                self.lose("stalled", Refusal("request_timeout", message), detail)
             if self._bug is not None:
                 raise self._bug
         finally:
@@ -163,9 +164,9 @@ class Prefill:
             self.leg.let_go("aborted")
             self._waker.wake()
 
-    def lose(self, reason: str, refusal: Refusal) -> None:
+    def lose(self, reason: str, refusal: Refusal, detail: str) -> None:
         """It is known from elsewhere that nothing will come of it."""
-        self._conclude(self._held or Verdict("stalled", reason, Failure(refusal)))
+        self._conclude(self._held or Verdict("stalled", reason, Failure(refusal), detail=detail))
 
     # What the leg tells
 
@@ -223,6 +224,7 @@ class Prefill:
     ) -> None:
         """It ends without a verdict on the worker."""
         is_known = self._lost_decode
+        leg.trace.was_in_vain = not is_known
         leg.let_go("aborted")
         self._waker.wake()
         if not is_known:
@@ -253,6 +255,7 @@ class Prefill:
             return
         self._held = verdict = self._blamed(verdict)
         if verdict is not _CONSEQUENCE:
+            self.leg.trace.meet(verdict.detail)
             self._tell(verdict)
 
     def _conclude(self, verdict: Verdict) -> None:
@@ -263,21 +266,11 @@ class Prefill:
         if verdict is _CONSEQUENCE:
             self.leg.let_go("aborted")
         else:
-            self._explain(verdict)
+            self.leg.trace.meet(verdict.detail)
             self.leg.fire(verdict.fact)
         self._waker.wake()
         if verdict is not _CONSEQUENCE and not is_told:
             self._tell(verdict)
-
-    def _explain(self, verdict: Verdict) -> None:
-        """What the wire has not said, in the words that the client gets; never the worker's."""
-        trace, failure = self.leg.trace, verdict.failure
-        if failure is None or trace.detail:
-            return
-        if failure.answer is None:
-            trace.detail = failure.refusal.message
-        elif is_good(trace.status or 0):
-            trace.detail = f"an error of status {failure.answer.status} in its answer"
 
     def _blamed(self, verdict: Verdict) -> Verdict:
         """The same, unless it follows from what became of decode."""

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from router.errors import Refusal, nest_error
 from router.headers import Headers, find
-from router.openai import BUSY, Judge, Sign
+from router.openai import BUSY, GAVE_UP, Judge, Sign
 from router.pd.shaping import handoff_of
 from router.sse import EventReader, EventTooLarge, data_of
 from router.ticket import Answer, Failure
@@ -42,6 +42,8 @@ class Verdict:
     handoff: bytes | None = None
     #: Not so where nobody was there, and the wire has said so.
     was_received: bool = True
+    #: What was met, for the log; empty where the fact or the status says it all.
+    detail: str = ""
 
 
 GOOD = Verdict("completed")
@@ -94,17 +96,21 @@ def prefill_failed(answer: Answer | None = None) -> Failure:
 
 
 #: A 2xx that answers nothing: whoever computed a prompt has something to say of it.
-EMPTY = Verdict("lied", "empty", prefill_failed())
+EMPTY = Verdict("lied", "empty", prefill_failed(), detail="an answer that says nothing")
+_GAVE_UP = Verdict("lied", "gave_up", prefill_failed(), detail=GAVE_UP)
+_NO_HANDOFF = Verdict(
+    "lied", "no_handoff", prefill_failed(), detail="nothing in it that decode could take over"
+)
 
 
-def _judged(answer: Answer, reason: str) -> Verdict:
+def _judged(answer: Answer, reason: str, detail: str = "") -> Verdict:
     """The verdict of an error, by its status: a 4xx, 429 and 503 are the client's as they are."""
     status = answer.status
     if status in BUSY:
-        return Verdict("backpressure", "backpressure", prefill_failed(answer))
+        return Verdict("backpressure", "backpressure", prefill_failed(answer), detail=detail)
     if 400 <= status < 500:
-        return Verdict("rejected", "rejected", prefill_failed(answer))
-    return Verdict("erred", reason, prefill_failed())
+        return Verdict("rejected", "rejected", prefill_failed(answer), detail=detail)
+    return Verdict("erred", reason, prefill_failed(), detail=detail)
 
 
 class _Kept:
@@ -175,10 +181,11 @@ class _EventsReading:
         sign = judge.read(event)
         if sign is Sign.ERROR:
             answer = Answer(judge.error_status, _JSON, nest_error(judge.error_body))
-            return _judged(answer, "error_event")
+            detail = f"an error event of status {answer.status}"
+            return _judged(answer, "error_event", detail)
         # `[DONE]` without a finish is a lie of decode's only: nothing hangs on prefill's.
         if sign is Sign.LIE and not judge.done:
-            return Verdict("lied", "gave_up", prefill_failed())
+            return _GAVE_UP
         if sign is not Sign.COMMENT and not judge.done:
             self._has_data = True
         if self._listener is not None and (data := data_of(event)) is not None:
@@ -207,9 +214,10 @@ class _WholeReading:
         found = _judge_whole(self._family, body)
         if found.error_status:
             answer = Answer(found.error_status, _JSON, nest_error(found.error_body))
-            return _judged(answer, "error_event")
+            detail = f"an error of status {answer.status} in its body"
+            return _judged(answer, "error_event", detail)
         if found.lies:
-            return Verdict("lied", "gave_up", prefill_failed())
+            return _GAVE_UP
         if self._handoff == "none" and not found.is_answer and self._is_judged():
             # Events that do not say so, or nothing that an engine would answer.
             events = _EventsReading(self._family, self._listener)
@@ -220,7 +228,7 @@ class _WholeReading:
             return GOOD
         handoff = handoff_of(body)
         if handoff is None and self._handoff == "required":
-            return Verdict("lied", "no_handoff", prefill_failed())
+            return _NO_HANDOFF
         return Verdict("completed", handoff=handoff)
 
     def _is_judged(self) -> bool:

@@ -183,7 +183,7 @@ class WorkerChannel(Channel):
                 raise  # a bug of ours, not the worker's
             problem = "the status is none, or the transfer coding not chunked"
         except httptools.HttpParserError as error:
-            problem = str(error)
+            problem = f"not HTTP: {error}"  # llhttp's own phrases, none of the worker's
         except httptools.HttpParserUpgrade:
             problem = "the worker switched protocols unasked"
         if self._between_chunks and not data.endswith(b"\n"):

@@ -560,6 +560,7 @@ def test_a_request_above_the_limit_is_told_where_nobody_can_take_it(stream: bool
     assert "message broker carries at most 4000 bytes" in str(outcome.got[0].error)
     facts = [[edge.fact for _, edge in ticket.history] for ticket in outcome.tickets]
     assert ["admitted", "rejected"] in facts
+    assert "lost" not in {line["event"] for line in outcome.log}
     assert outcome.sum("baton_retries_total") == 0
     assert outcome.got[1].status == 200
     assert set(outcome.look.breakers.values()) == {"closed"}
@@ -638,6 +639,7 @@ def test_a_client_that_never_reads_is_given_up_and_nobody_computes_again() -> No
     assert outcome.facts == ["admitted", "answered", "client_gone"]
     assert outcome.look.running == [0, 0]
     assert set(outcome.look.breakers.values()) == {"closed"}
+    assert "lost" not in {line["event"] for line in outcome.log}
     assert outcome.sum("baton_worker_requests_total") == 1
     labels = {"worker": "w0", "role": "mixed", "outcome": "cancelled"}
     assert outcome.count("baton_worker_requests_total", **labels) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from tests.simulate import Client, Engine, Outcome, Plan, simulate
@@ -75,15 +77,17 @@ def test_a_breaker_that_opens_and_closes_is_told_of() -> None:
         ("cut", "broke", None, "the worker closed the connection"),
         ("cut,at=head", "broke", 200, "the worker closed the connection"),
         ("cut,after_events=2", "broke", 200, "the worker closed the connection"),
-        ("hang", "stalled", None, "No first token within 10 s."),
-        ("hang,at=head", "stalled", 200, "No first token within 10 s."),
-        ("hang,after_events=5", "stalled", 200, "The worker was silent for 5 s."),
+        ("hang", "stalled", None, "no first token within 10 s"),
+        ("hang,at=head", "stalled", 200, "no first token within 10 s"),
+        ("hang,after_events=5", "stalled", 200, "silent for 5 s"),
         ("hang,at=finish", "stalled", 200, "silent between its finish and its end"),
         ("status,code=500", "erred", 500, None),
         ("status,code=429", "backpressure", 429, None),
         ("error_event,code=500", "erred", 200, "an error event of status 500"),
         ("end,after_events=2", "lied", 200, "no finish before the end"),
-        ("abort,after_events=2", "lied", 200, "an end that is none"),
+        ("end,after_events=2,done=true", "lied", 200, "[DONE] without a finish"),
+        ("abort,after_events=2", "lied", 200, "a finish by which the engine gave up"),
+        ("garbage", "broke", None, "not HTTP: Expected HTTP/, RTSP/ or ICE/"),
     ],
     ids=str,
 )
@@ -112,6 +116,116 @@ def test_a_lost_leg_is_one_line_that_says_what_was_met(
     assert isinstance(legs, list)
     assert met.items() <= legs[0].items()
     assert [leg["state"] for leg in legs[1:]] in ([], ["succeeded"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "fact", "detail"),
+    [
+        ("abort", "lied", "a finish by which the engine gave up"),
+        ("empty", "lied", "an answer without a body"),
+    ],
+    ids=str,
+)
+def test_a_whole_answer_that_is_none_is_told_as_what_it_was(
+    fault: str, fact: str, detail: str
+) -> None:
+    outcome = simulate(
+        Plan(engines=(Engine(faults=fault),), clients=(Client(stream=False, tokens=8),))
+    )
+
+    (line,) = told(outcome, "lost")
+    assert (line["fact"], line["status"], line["detail"]) == (fact, 200, detail)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "fault",
+    ["status,code=400", "error_event,code=400", "error_event,code=404,after_events=3"],
+)
+@pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
+def test_a_request_that_was_at_fault_itself_was_lost_by_nobody(
+    role: str, fault: str, stream: bool
+) -> None:
+    roles = ("mixed",) if role == "mixed" else ("prefill", "decode")
+    engines = tuple(
+        Engine(kind="sglang", role=each, faults=f"always:{fault}" if each == role else "")
+        for each in roles
+    )
+
+    outcome = simulate(Plan(engines=engines, clients=(Client(tokens=8, stream=stream),)))
+
+    assert told(outcome, "lost") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "fact", "status", "detail"),
+    [
+        ("now:refuse", "broke", None, "no connection: [Errno 111] refused"),
+        ("cut", "broke", None, "the worker closed the connection"),
+        ("hang", "stalled", None, "no prefill within 20 s"),
+        ("status,code=500", "erred", 500, None),
+        ("status,code=429", "backpressure", 429, None),
+        ("status,code=302", "erred", 302, None),
+        ("empty", "lied", 200, "an answer that says nothing"),
+        ("abort", "lied", 200, "a finish by which the engine gave up"),
+        ("error_event,code=500", "erred", 200, "an error event of status 500"),
+        ("error_event,code=429", "backpressure", 200, "an error event of status 429"),
+        ("error_event,code=500;cut,at=done", "erred", 200, "an error event of status 500"),
+    ],
+    ids=str,
+)
+def test_a_lost_prefill_is_one_line_that_says_what_was_met(
+    fault: str, fact: str, status: int | None, detail: str | None
+) -> None:
+    faults = ";".join(each if ":" in each else f"always:{each}" for each in fault.split(";"))
+    prefill = Engine(kind="sglang", role="prefill", faults="" if "now:" in faults else faults)
+    outcome = simulate(
+        Plan(
+            engines=(prefill, Engine(kind="sglang", role="decode")),
+            clients=(Client(at=1.0, tokens=8),),
+            happenings=((0.5, f"faults 0 {faults}"),) if "now:" in faults else (),
+            settings={"request_timeout_secs": 20.0, "health_check_interval_secs": 100.0},
+        )
+    )
+
+    (line,) = told(outcome, "lost")
+    met = {"role": "prefill", "fact": fact, "status": status, "detail": detail}
+    assert met.items() <= line.items()
+
+
+@pytest.mark.parametrize("wire", ["agent", "old"])
+@pytest.mark.parametrize(
+    ("fault", "status", "details"),
+    [
+        (
+            "now:refuse",
+            None,
+            ("its agent cannot reach the engine", "its agent has reported an error"),
+        ),
+        (
+            "cut",
+            None,
+            ("its agent has lost the engine's answer", "its agent has reported an error"),
+        ),
+        ("status,code=500", 500, (None, None)),
+    ],
+    ids=str,
+)
+def test_what_an_agent_reports_is_told_in_our_words(
+    wire: Literal["agent", "old"], fault: str, status: int | None, details: tuple[str | None, ...]
+) -> None:
+    outcome = simulate(
+        Plan(
+            engines=(Engine(wire=wire),),
+            clients=(Client(at=1.0, tokens=8),),
+            happenings=((0.5, f"faults 0 {fault}"),),
+            settings={"health_check_interval_secs": 100.0},
+        )
+    )
+
+    (line,) = told(outcome, "lost")
+    expected = details[0] if wire == "agent" else details[1]
+    assert (line["status"], line["detail"]) == (status, expected)
 
 
 def test_a_request_s_line_has_the_code_that_its_client_was_told() -> None:

@@ -61,6 +61,13 @@ DONE = "done"
 ERROR = "error"
 #: The status of an `error` frame that says: the engine could not be reached, and got nothing.
 UNREACHABLE = 502
+#: What one says, by its status, in the router's words: those of other agents may hold a prompt.
+_REPORTED = {
+    UNREACHABLE: "its agent cannot reach the engine",
+    500: "its agent has lost the engine's answer",
+    503: "its agent has stopped",
+    504: "its agent has waited too long for the engine",
+}
 #: Nothing that follows one of these counts.
 TERMINAL = frozenset({DONE, ERROR})
 #: What a router of ours asks for.
@@ -159,6 +166,11 @@ def number(headers: Mapping[str, str], name: str) -> int | None:
     text = headers.get(name, "")
     is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
     return int(text) if is_number else None
+
+
+def reported(status: int) -> str:
+    """What an `error` frame with this status says, for the log."""
+    return _REPORTED.get(status, "its agent has reported an error")
 
 
 #### subjects and names

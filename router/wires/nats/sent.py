@@ -34,6 +34,7 @@ from router.wires.nats.protocol import (
     answer_headers,
     is_drain_notice,
     number,
+    reported,
 )
 from router.wires.nats.silence import SECOND_LOOK_SECONDS, Peer, Silence, Verdict
 from router.wires.nats.sniffing import EVENTS, JSON, are_events, headers_of, is_packed, refusal_of
@@ -386,10 +387,8 @@ class NatsSent:
         if is_refusal and not self._has_head and not self._held:
             self._tell_whole(status, JSON, refusal_of(status).body())
             return
-        # Not in the agent's words: those of others may repeat what was asked.
-        detail = f"its agent has reported {f'status {status}' if status else 'an error'}"
         is_unreachable = status == UNREACHABLE and not self._has_head and not self._held
-        self._last().on_broken(detail, connecting=is_unreachable)
+        self._last().on_broken(reported(status), connecting=is_unreachable)
 
     def _fail(self, detail: str) -> None:
         """The worker's fault."""
