@@ -15,8 +15,9 @@ SOMEBODYS = {
     "BATON_NATS": "nats://127.0.0.1:9",
     "HTTP_PROXY": "http://127.0.0.1:9",
     "ALL_PROXY": "http://127.0.0.1:9",
+    "PYTHONIOENCODING": "ascii",
 }
-"""For a router of their own, and for what is not on this machine."""
+"""For a router of their own, for what is not on this machine, and for an old terminal."""
 
 
 @pytest.mark.long
