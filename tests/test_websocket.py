@@ -310,7 +310,7 @@ async def test_a_filter_for_what_there_is_not_is_refused(
 
 
 def test_the_document_names_the_machines_that_can_be_watched() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text(encoding="utf-8")
     (row,) = [line for line in text.splitlines() if line.startswith("| `--machine M` |")]
 
     assert re.findall("`([a-z]+)`", row) == [chart.name for chart in ROUTER_CHARTS]
@@ -772,7 +772,7 @@ def test_ctrl_c_and_the_end_of_the_router_both_end_the_command() -> None:
             [sys.executable, "-m", "router", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
 
     with baton("serve", "--port", "0", "--log-level", "error") as router:

@@ -284,7 +284,11 @@ def installed(one: Candidate, folder: str) -> Candidate:
         return one
     asks = f"from importlib.metadata import version; print(version({one.name!r}))"
     asked = subprocess.run(
-        [*first[2:].split(), "-c", asks], capture_output=True, text=True, timeout=30, check=False
+        [*first[2:].split(), "-c", asks],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=30,
+        check=False,
     )
     return attrs.evolve(one, version=asked.stdout.strip() or one.version)
 

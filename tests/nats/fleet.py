@@ -115,7 +115,7 @@ class Process:
             assert wait_until(lambda: not self.is_running, 10)
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace", encoding="utf-8")
 
     async def ended(self, seconds: float) -> int:
         """Wait until it has ended by itself; its exit code."""

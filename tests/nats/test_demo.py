@@ -34,7 +34,7 @@ def test_every_scene_goes_as_told(words: list[str], said: list[str]) -> None:
         [sys.executable, "-m", "router", *words],
         env=os.environ | SOMEBODYS,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
     )
