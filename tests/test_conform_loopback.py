@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_router_that_dies_at_once_is_told_of_with_its_last_words(
     script: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "dying.py").write_text(script, encoding="utf-8")
-    launch = f"--launch=dying={{python}} {tmp_path}/dying.py {{port}} {{workers}}"
+    program = shlex.quote(str(tmp_path / "dying.py"))
+    launch = f"--launch=dying={{python}} {program} {{port}} {{workers}}"
 
     code = main(["conform", launch, "--only", "cut-is-told", "--json"])
 
@@ -83,7 +85,7 @@ def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     code = main(
         [
             "conform",
-            f"--launch=mine={script} {{port}} {{workers}}",
+            f"--launch=mine={shlex.quote(str(script))} {{port}} {{workers}}",
             "--only",
             "cut-is-told",
             "--json",

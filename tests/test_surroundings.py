@@ -21,15 +21,20 @@ pytestmark = pytest.mark.slow
         ("ulimit -S -n 200", "test_network.py::test_many_connections_at_once_are_all_accepted"),
         ("export HYPOTHESIS_STORAGE_DIRECTORY=/dev/null/no", "test_sse.py"),
         ("export PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C", "test_tidy.py"),
+        (
+            'export TMPDIR="$HERE/a b"; mkdir "$TMPDIR"',
+            "test_conform_loopback.py::test_what_is_no_program_is_told_of",
+        ),
         ("export PATH=/nowhere", "test_adding_a_state.py::test_every_step_goes_as_the_page_says"),
     ],
 )
-def test_tests_pass(script: str, name: str) -> None:
+def test_tests_pass(script: str, name: str, tmp_path: Path) -> None:
     typed = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}"]
+    env = {key: value for key, value in os.environ.items() if not is_of_pytest(key)}
     ended = subprocess.run(
         ["/bin/sh", "-c", f'{script}; exec "$@"', "sh", *typed],
         cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if not is_of_pytest(key)},
+        env=env | {"HERE": str(tmp_path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
