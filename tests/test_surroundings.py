@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60.0
+SECONDS = 120.0
 
 pytestmark = pytest.mark.slow
 
