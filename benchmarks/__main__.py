@@ -101,7 +101,9 @@ def _round(
 
 def _write(path: Path, rounds: Sequence[tables.Round]) -> None:
     plain = [[attrs.asdict(sample) for sample in samples.values()] for samples in rounds]
-    path.write_text(json.dumps(plain, default=msgspec.to_builtins, indent=1) + "\n")
+    path.write_text(
+        json.dumps(plain, default=msgspec.to_builtins, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _judge(rounds: Sequence[tables.Round], cases: Sequence[Case]) -> int:

@@ -89,7 +89,7 @@ def install(candidate: Candidate) -> None:
         return
     if not (PEER_ENVIRONMENT / "bin" / "pip").exists():
         venv.create(PEER_ENVIRONMENT, with_pip=True, clear=True)
-        (PEER_ENVIRONMENT / ".gitignore").write_text("*\n")
+        (PEER_ENVIRONMENT / ".gitignore").write_text("*\n", encoding="utf-8")
     pip = [str(PEER_ENVIRONMENT / "bin" / "pip"), "install", "--quiet"]
     print(f"installing {candidate.name} {version} into {PEER_ENVIRONMENT.name}", file=sys.stderr)
     subprocess.run([*pip, f"{candidate.name}=={version}"], check=True)

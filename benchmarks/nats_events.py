@@ -171,7 +171,7 @@ def _used(process: int, agents: list[int]) -> dict[str, float]:
 
 def _ran(thread: Path) -> int:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return int((thread / "schedstat").read_text().split()[0])
+        return int((thread / "schedstat").read_text(encoding="utf-8").split()[0])
     return 0
 
 

@@ -51,7 +51,7 @@ def pinned(
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         # With autogroups, priority counts within a session only, and each is one of its own.
         with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(nice))
+            Path("/proc/self/autogroup").write_text(str(nice), encoding="utf-8")
 
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -60,7 +60,7 @@ def pinned(
             stdout=subprocess.PIPE if pipes else output,
             stderr=output,
             env=bare(os.environ),
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
             preexec_fn=settle,
         )
@@ -97,9 +97,9 @@ def usage(session: int) -> Usage:
             fields = _stat(process)
             user += int(fields[11])
             system += int(fields[12])
-            resident += int((process / "statm").read_text().split()[1]) * PAGE_BYTES
+            resident += int((process / "statm").read_text(encoding="utf-8").split()[1]) * PAGE_BYTES
             for thread in (process / "task").iterdir():
-                ran, waited, _ = (thread / "schedstat").read_text().split()
+                ran, waited, _ = (thread / "schedstat").read_text(encoding="utf-8").split()
                 cpu_ns += int(ran)
                 waited_ns += int(waited)
     return Usage(cpu_ns, waited_ns, user, system, resident)
@@ -117,7 +117,7 @@ def _members(session: int) -> list[Path]:
 
 def _stat(process: Path) -> list[str]:
     """The fields of stat after the command name, which may hold spaces: state is field 0."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+    return (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def free_port() -> int:

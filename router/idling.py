@@ -144,7 +144,7 @@ def _epoll_with(descriptor: int) -> int | None:
         return None
     for name in names:
         try:
-            if watched.search((_FDINFO / name).read_text()):
+            if watched.search((_FDINFO / name).read_text(encoding="utf-8")):
                 return int(name)
         except OSError:
             continue  # closed meanwhile: the listing itself, for one

@@ -18,6 +18,8 @@ import structlog
 import trio
 from hypothesis import HealthCheck, settings
 
+from router.process import raise_descriptor_limit
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile(
     "ci",
@@ -30,6 +32,9 @@ settings.register_profile(
 for _name in [name for name in os.environ if name.startswith("BATON_")]:
     if not _name.startswith("BATON_REAL_"):
         del os.environ[_name]
+
+# Some tests have hundreds of sockets at once; a soft limit of 256 is usual on some systems.
+raise_descriptor_limit()
 
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 

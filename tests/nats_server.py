@@ -91,7 +91,8 @@ class NatsServer:
         store = f'jetstream {{ store_dir: "{folder / "store"}" }}\n'
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\n'
-            f"{store if self.has_jetstream else ''}{self.settings}\n"
+            f"{store if self.has_jetstream else ''}{self.settings}\n",
+            encoding="utf-8",
         )
         self._process = subprocess.Popen(
             [binary(), "-c", str(config), "-l", str(log)], stdin=subprocess.DEVNULL
@@ -105,7 +106,7 @@ class NatsServer:
                 continue
             break
         self.kill()
-        raise RuntimeError(f"nats-server did not start:\n{log.read_text()}")
+        raise RuntimeError(f"nats-server did not start:\n{log.read_text(encoding='utf-8')}")
 
     def _answers(self) -> bool:
         try:

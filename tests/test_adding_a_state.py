@@ -52,9 +52,9 @@ class Diff:
 
     def apply(self, root: Path) -> None:
         path = root / self.path
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         assert text.count(self.before) == 1, f"{self.path} has not once:\n{self.before}"
-        path.write_text(text.replace(self.before, self.after))
+        path.write_text(text.replace(self.before, self.after), encoding="utf-8")
 
 
 @frozen
@@ -77,7 +77,7 @@ class Command:
             [sys.executable, *self.words],
             cwd=root,
             env=terminal(root),
-            text=True,
+            encoding="utf-8",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=SECONDS,
@@ -87,14 +87,14 @@ class Command:
 
 
 def steps() -> Iterator[Diff | Command]:
-    for kind, text in _BLOCK.findall(PAGE.read_text()):
+    for kind, text in _BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         yield Diff.read(text) if kind == "diff" else Command.read(text)
 
 
 def why_not(root: Path) -> str:
     """Why the steps cannot be taken there: somebody has begun to take them; or nothing."""
     first = next(step for step in steps() if isinstance(step, Diff))
-    if first.after not in (root / first.path).read_text():
+    if first.after not in (root / first.path).read_text(encoding="utf-8"):
         return ""
     return f"{first.path} is past the first step of docs/{PAGE.name}: it needs another example"
 
@@ -103,7 +103,7 @@ def test_who_takes_the_steps_is_told_of_the_page(tmp_path: Path) -> None:
     first = next(step for step in steps() if isinstance(step, Diff))
     path = tmp_path / first.path
     path.parent.mkdir()
-    path.write_text(first.before)
+    path.write_text(first.before, encoding="utf-8")
     before = why_not(tmp_path)
     first.apply(tmp_path)
 
@@ -131,7 +131,7 @@ def test_of_a_long_name_that_takes_up_most_of_the_line_of_a_plain_terminal() -> 
 def test_what_a_command_prints_is_the_same_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    (tmp_path / "test_it.py").write_text(FAILING)
+    (tmp_path / "test_it.py").write_text(FAILING, encoding="utf-8")
     command = Command.read("$ .venv/bin/python -m pytest -q test_it.py")
     monkeypatch.setenv(name, value)
     failed = [line for line in command.run(tmp_path).splitlines() if line.startswith("FAILED")]
@@ -145,6 +145,8 @@ def test_what_a_command_prints_is_the_same_everywhere(
 def test_every_step_goes_as_the_page_says(tmp_path: Path) -> None:
     if reason := why_not(ROOT):
         pytest.skip(reason)
+    if shutil.which("dot") is None:
+        pytest.skip("no Graphviz here, and the steps draw")
     for name in COPIED:
         place = ROOT / name
         if place.is_dir():

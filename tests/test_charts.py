@@ -507,7 +507,8 @@ def test_generated_files_are_up_to_date() -> None:
 
 def test_written_files_are_fresh_and_stay_untouched(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(
-        "# Lamp\n\n<!-- generated: worker-grid -->\nold\n<!-- /generated -->\n\nby hand\n"
+        "# Lamp\n\n<!-- generated: worker-grid -->\nold\n<!-- /generated -->\n\nby hand\n",
+        encoding="utf-8",
     )
 
     first = write(tmp_path)
@@ -515,7 +516,7 @@ def test_written_files_are_fresh_and_stay_untouched(tmp_path: Path) -> None:
     assert tmp_path / "README.md" in first
     assert tmp_path / "diagrams" / "request.mmd" in first
     assert write(tmp_path) == []
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("# Lamp\n\n<!-- generated: worker-grid -->\n| fact |")
     assert text.endswith("|\n<!-- /generated -->\n\nby hand\n")
 
@@ -524,7 +525,7 @@ def test_written_files_are_fresh_and_stay_untouched(tmp_path: Path) -> None:
 def test_every_machine_has_a_page_of_its_own(chart: Chart, tmp_path: Path) -> None:
     write(tmp_path)
 
-    text = (tmp_path / "diagrams" / f"{chart.name}.md").read_text()
+    text = (tmp_path / "diagrams" / f"{chart.name}.md").read_text(encoding="utf-8")
 
     assert f"](./{chart.name}.svg)" in text
     assert f"```mermaid\n{mermaid(chart)}```" in text
@@ -549,7 +550,7 @@ def test_each_word_of_a_mermaid_picture_is_a_fact_or_explained(chart: Chart) -> 
 def test_an_edited_or_missing_file_is_stale(tmp_path: Path) -> None:
     write(tmp_path)
     edited, missing = tmp_path / "diagrams" / "leg.dot", tmp_path / "diagrams" / "leg.mmd"
-    edited.write_text("digraph {}")
+    edited.write_text("digraph {}", encoding="utf-8")
     missing.unlink()
 
     assert {edited, missing} <= set(stale(tmp_path))
@@ -567,9 +568,13 @@ def test_an_example_that_the_chart_does_not_have_is_told_in_words(
 def test_a_picture_is_stale_when_its_dot_text_is_another(tmp_path: Path) -> None:
     (tmp_path / "diagrams").mkdir()
     for picture in (ROOT / "diagrams").glob("*.svg"):
-        (tmp_path / "diagrams" / picture.name).write_text(picture.read_text())
+        (tmp_path / "diagrams" / picture.name).write_text(
+            picture.read_text(encoding="utf-8"), encoding="utf-8"
+        )
     changed = tmp_path / "diagrams" / "router.svg"
-    changed.write_text((tmp_path / "diagrams" / "leg.svg").read_text())
+    changed.write_text(
+        (tmp_path / "diagrams" / "leg.svg").read_text(encoding="utf-8"), encoding="utf-8"
+    )
 
     assert [path for path in stale(tmp_path) if path.suffix == ".svg"] == [changed]
 
@@ -587,7 +592,9 @@ def test_without_graphviz_texts_are_written_and_pictures_stay_stale(
 
 def test_a_block_that_nobody_makes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.md").write_text("<!-- generated: nonsense -->\n<!-- /generated -->\n")
+    (tmp_path / "docs" / "a.md").write_text(
+        "<!-- generated: nonsense -->\n<!-- /generated -->\n", encoding="utf-8"
+    )
 
     with pytest.raises(UnknownBlock, match=r"a\.md: no generated block is called nonsense"):
         write(tmp_path)
@@ -595,11 +602,14 @@ def test_a_block_that_nobody_makes_is_an_error(tmp_path: Path) -> None:
 
 def test_others_may_add_blocks(tmp_path: Path) -> None:
     document = tmp_path / "README.md"
-    document.write_text("<!-- generated: flags -->\n<!-- /generated -->\n")
+    document.write_text("<!-- generated: flags -->\n<!-- /generated -->\n", encoding="utf-8")
 
     write(tmp_path, {"flags": "--host\n"})
 
-    assert document.read_text() == "<!-- generated: flags -->\n--host\n<!-- /generated -->\n"
+    assert (
+        document.read_text(encoding="utf-8")
+        == "<!-- generated: flags -->\n--host\n<!-- /generated -->\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_the_printed_settings_can_be_given_back(
     first = printed(capsys, *words)
     baton("serve", *words, "--print-config")
     file = tmp_path / "merged.toml"
-    file.write_text(capsys.readouterr().out)
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
 
     assert printed(capsys, "--config", str(file)) == first
 
@@ -200,7 +200,7 @@ def test_file_environment_and_flag_merge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text('port = 1\nhost = "a"\npolicy = "random"\n')
+    file.write_text('port = 1\nhost = "a"\npolicy = "random"\n', encoding="utf-8")
     monkeypatch.setenv("BATON_CONFIG", str(file))
     monkeypatch.setenv("BATON_HOST", "b")
     monkeypatch.setenv("BATON_POLICY", "least_load")
@@ -370,12 +370,14 @@ def test_diagrams_fill_the_blocks_of_a_document(
 ) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "page.md").write_text("<!-- generated: options -->\nold\n<!-- /generated -->\n")
+    (docs / "page.md").write_text(
+        "<!-- generated: options -->\nold\n<!-- /generated -->\n", encoding="utf-8"
+    )
 
     assert baton("diagrams", "--check", "--root", str(tmp_path)) == 1
     assert baton("diagrams", "--root", str(tmp_path)) == 0
 
-    assert "| `--port N` |" in (docs / "page.md").read_text()
+    assert "| `--port N` |" in (docs / "page.md").read_text(encoding="utf-8")
     assert f"written: {docs / 'page.md'}" in capsys.readouterr().out
 
 
@@ -389,8 +391,10 @@ def with_a_bad_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("router", "statemachines"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     path = root / "statemachines" / "worker.py"
-    text = path.read_text().replace('GONE = "gone"', 'GONE = "gone"\n    SHY = "shy"')
-    path.write_text(text.replace('S.GONE: "removed"', 'S.GONE: ""'))
+    text = path.read_text(encoding="utf-8").replace(
+        'GONE = "gone"', 'GONE = "gone"\n    SHY = "shy"'
+    )
+    path.write_text(text.replace('S.GONE: "removed"', 'S.GONE: ""'), encoding="utf-8")
     return root
 
 
@@ -416,7 +420,7 @@ def test_a_bad_chart_is_told_of_in_sentences(words: list[str], with_a_bad_chart:
         cwd=with_a_bad_chart,
         env=os.environ | {"PYTHONPATH": str(with_a_bad_chart)},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=60,
         check=False,
     )

@@ -85,7 +85,7 @@ def as_toml(each: Option, words: list[str]) -> str:
 
 def write(tmp_path: Path, text: str) -> str:
     file = tmp_path / "baton.toml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return str(file)
 
 
@@ -518,13 +518,13 @@ def test_the_defaults_ask_for_nothing_that_is_not_there() -> None:
 
 
 def test_the_table_in_the_docs_is_fresh() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
 
     assert f"<!-- generated: options -->\n{blocks()['options']}<!-- /generated -->" in page
 
 
 def test_the_readme_names_what_is_not_there_yet() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     for row in NOT_YET:
         assert f"`{BY_KEY[row.key].flag}`" in readme, row
         for value in row.values:

@@ -216,7 +216,7 @@ def test_knobs_are_known_words_and_baton_has_them_all() -> None:
 
 
 def test_the_document_tells_of_every_case_and_baton_passes_them_all() -> None:
-    text = (ROOT / "docs" / "conformance.md").read_text()
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     matrix = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     column = next(row for row in matrix if row[0] == "| case").index(f"baton {BATON.version}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_baton_passes_and_the_exit_code_says_so(
         "prefill-fails": "pass",
     }
     assert code == 0
-    assert "listening" in (tmp_path / "baton-cut-is-told.log").read_text()
+    assert "listening" in (tmp_path / "baton-cut-is-told.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -63,8 +64,9 @@ sys.exit("no such device: /dev/gpu9")
 def test_a_router_that_dies_at_once_is_told_of_with_its_last_words(
     script: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "dying.py").write_text(script)
-    launch = f"--launch=dying={{python}} {tmp_path}/dying.py {{port}} {{workers}}"
+    (tmp_path / "dying.py").write_text(script, encoding="utf-8")
+    program = shlex.quote(str(tmp_path / "dying.py"))
+    launch = f"--launch=dying={{python}} {program} {{port}} {{workers}}"
 
     code = main(["conform", launch, "--only", "cut-is-told", "--json"])
 
@@ -77,13 +79,13 @@ def test_a_router_that_dies_at_once_is_told_of_with_its_last_words(
 @pytest.mark.slow
 def test_what_is_no_program_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "router"
-    script.write_text("not a program\n")
+    script.write_text("not a program\n", encoding="utf-8")
     script.chmod(0o755)
 
     code = main(
         [
             "conform",
-            f"--launch=mine={script} {{port}} {{workers}}",
+            f"--launch=mine={shlex.quote(str(script))} {{port}} {{workers}}",
             "--only",
             "cut-is-told",
             "--json",

@@ -73,7 +73,7 @@ def refusals_in_the_source() -> list[tuple[str, ast.Call]]:
         (f"{path.name}:{node.lineno}", node)
         for path in sorted(ROUTER.rglob("*.py"))
         if "sim" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "Refusal"

@@ -28,7 +28,9 @@ ENGINE_SECONDS = 15.0
 def test_the_page_shows_the_file(path: Path) -> None:
     kind = {".service": "ini", ".yaml": "yaml"}[path.suffix]
 
-    assert f"```{kind}\n{path.read_text()}```\n" in (DOCS / "nats.md").read_text()
+    assert f"```{kind}\n{path.read_text(encoding='utf-8')}```\n" in (DOCS / "nats.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def settings_of(words: list[str], env: Mapping[str, str]) -> AgentSettings:
@@ -48,7 +50,7 @@ def settings_of(words: list[str], env: Mapping[str, str]) -> AgentSettings:
 def unit() -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, strict=True)
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # as its documentation says
-    parser.read_string(UNIT.read_text())
+    parser.read_string(UNIT.read_text(encoding="utf-8"))
     return parser
 
 
@@ -80,15 +82,15 @@ def test_the_agent_is_stopped_before_its_engine() -> None:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd here")
-    (tmp_path / "vllm@.service").write_text("[Service]\nExecStart=/bin/true\n")
-    text = UNIT.read_text().replace("/opt/baton/bin/baton", "/bin/true")
-    (tmp_path / UNIT.name).write_text(text)
+    (tmp_path / "vllm@.service").write_text("[Service]\nExecStart=/bin/true\n", encoding="utf-8")
+    text = UNIT.read_text(encoding="utf-8").replace("/opt/baton/bin/baton", "/bin/true")
+    (tmp_path / UNIT.name).write_text(text, encoding="utf-8")
 
     told = subprocess.run(
         ["systemd-analyze", "verify", f"./{UNIT.name.replace('@', '@8000')}"],
         cwd=tmp_path,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=30,
     )
 
@@ -100,7 +102,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 
 def manifest() -> dict[str, Json]:
     yaml = pytest.importorskip("yaml")
-    found: dict[str, Json] = yaml.safe_load(MANIFEST.read_text())
+    found: dict[str, Json] = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
     return found
 
 

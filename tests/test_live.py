@@ -120,7 +120,7 @@ def test_live_pictures_go_into_their_own_folder(
     assert code == 0
     drawn = {each.name for each in folder.iterdir() if each.suffix == ".dot"}
     assert drawn == {f"{chart.name}.dot" for chart in ROUTER_CHARTS}
-    assert "admitted ×1" in (folder / "request.mmd").read_text()
+    assert "admitted ×1" in (folder / "request.mmd").read_text(encoding="utf-8")
     assert ["request", f"{sum(range(1, len(REQUEST.edges) + 1)):,}"] in [
         line.split()[:2] for line in said.splitlines()
     ]
@@ -133,7 +133,7 @@ def test_they_never_replace_the_plain_ones(
     (tmp_path / "diagrams").mkdir()
     committed = tmp_path / "elsewhere" / "request.dot"
     committed.parent.mkdir()
-    committed.write_text(dot(REQUEST))
+    committed.write_text(dot(REQUEST), encoding="utf-8")
 
     by_name = ["--root", str(tmp_path), "--output", str(tmp_path / "diagrams")]
     by_content = ["--output", str(committed.parent)]
@@ -141,7 +141,7 @@ def test_they_never_replace_the_plain_ones(
         assert cli.main(["diagrams", "--live", router.url, *words]) != 0
         assert "is for the plain" in (said := capsys.readouterr().err) or "holds the plain" in said
 
-    assert committed.read_text() == dot(REQUEST)
+    assert committed.read_text(encoding="utf-8") == dot(REQUEST)
 
 
 def test_the_address_of_the_metrics_is_understood_too(router: Router, tmp_path: Path) -> None:
@@ -188,7 +188,9 @@ def test_what_graphviz_complains_of_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     program = tmp_path / "dot"
-    program.write_text("#!/bin/sh\ncat > /dev/null\necho 'Error: no expat,\nsorry' >&2\nexit 3\n")
+    program.write_text(
+        "#!/bin/sh\ncat > /dev/null\necho 'Error: no expat,\nsorry' >&2\nexit 3\n", encoding="utf-8"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     router.answer = page_of(REQUEST)[0].encode()
@@ -209,7 +211,9 @@ def test_what_graphviz_complains_of_is_one_line(
 def test_a_document_that_asks_for_no_such_block_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "README.md").write_text("<!-- generated: moon -->\n<!-- /generated -->\n")
+    (tmp_path / "README.md").write_text(
+        "<!-- generated: moon -->\n<!-- /generated -->\n", encoding="utf-8"
+    )
 
     assert cli.main(["diagrams", "--check", "--root", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (

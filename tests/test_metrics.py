@@ -288,7 +288,7 @@ def test_an_id_with_quotes_cannot_break_the_page() -> None:
 
 
 def test_the_table_in_the_docs_is_fresh() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 
     for name in ("metrics", "duration-bounds", "first-token-bounds"):
         assert f"<!-- generated: {name} -->\n{blocks()[name]}<!-- /generated -->" in page

@@ -279,7 +279,7 @@ def document(edges: Sequence[Edge], state: str, seconds: object = 2.5) -> str:
 def test_a_request_is_shown_as_a_table_with_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r1.json").write_text(document(MOVED, "finished"))
+    (tmp_path / "r1.json").write_text(document(MOVED, "finished"), encoding="utf-8")
 
     code = cli.main(["replay", str(tmp_path / "r1.json")])
 
@@ -300,7 +300,7 @@ def test_the_legs_of_a_request_are_shown_below_its_way(
     lost |= {"fact": "stalled", "status": 200, "detail": "silent\x1b[2J for 5 s"}
     running = {"worker": "w1", "role": "mixed", "began": 2.0, "state": "streaming"}
     whole = json.loads(document(MOVED, "finished")) | {"legs": [lost, running]}
-    (tmp_path / "r1.json").write_text(json.dumps(whole))
+    (tmp_path / "r1.json").write_text(json.dumps(whole), encoding="utf-8")
 
     code = cli.main(["replay", str(tmp_path / "r1.json")])
 
@@ -320,7 +320,9 @@ def test_a_live_request_shows_how_long_it_has_been_where_it_is(
 ) -> None:
     state = str(MOVED[count - 1].target.value)
     since = 0.5 * (count - 1)
-    (tmp_path / "r1.json").write_text(document(MOVED[:count], state, since + 60.0))
+    (tmp_path / "r1.json").write_text(
+        document(MOVED[:count], state, since + 60.0), encoding="utf-8"
+    )
 
     code = cli.main(["replay", str(tmp_path / "r1.json"), "--draw", str(tmp_path / "r.dot")])
 
@@ -333,7 +335,9 @@ def test_a_live_request_shows_how_long_it_has_been_where_it_is(
     stays = {str(edge.source.value): 0.5 for edge in MOVED[1:count]} | {"queued": 0.0}
     stays[state] = stays.get(state, 0.0) + 60.0
     drawn = re.findall(
-        r'^ *\w+ \[label="(\w+)\\n([\d.]+) s"', (tmp_path / "r.dot").read_text(), re.M
+        r'^ *\w+ \[label="(\w+)\\n([\d.]+) s"',
+        (tmp_path / "r.dot").read_text(encoding="utf-8"),
+        re.M,
     )
     assert {state: float(seconds) for state, seconds in drawn} == stays
 
@@ -342,7 +346,7 @@ def test_a_live_request_shows_how_long_it_has_been_where_it_is(
 def test_a_live_request_of_another_version_is_shown_without_that_time(
     seconds: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r1.json").write_text(document(MOVED[:2], "streaming", seconds))
+    (tmp_path / "r1.json").write_text(document(MOVED[:2], "streaming", seconds), encoding="utf-8")
 
     assert cli.main(["replay", str(tmp_path / "r1.json")]) == 0
     said = capsys.readouterr().out
@@ -354,7 +358,7 @@ def test_a_request_that_is_over_or_refused_is_not_still_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for edges, state in ((MOVED, "finished"), (MOVED[1:], "finished"), (MOVED[:2], "failed")):
-        (tmp_path / "r1.json").write_text(document(edges, state, 60.0))
+        (tmp_path / "r1.json").write_text(document(edges, state, 60.0), encoding="utf-8")
         cli.main(["replay", str(tmp_path / "r1.json")])
 
     assert "still there" not in capsys.readouterr().out
@@ -363,7 +367,7 @@ def test_a_request_that_is_over_or_refused_is_not_still_there(
 def test_a_request_that_nothing_has_happened_to_says_for_how_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r1.json").write_text(document([], "queued", 60.0))
+    (tmp_path / "r1.json").write_text(document([], "queued", 60.0), encoding="utf-8")
 
     assert cli.main(["replay", str(tmp_path / "r1.json")]) == 2
     assert "r1 has no transitions yet: it is queued for 60.000 s" in capsys.readouterr().err
@@ -388,7 +392,7 @@ def test_the_first_illegal_fact_is_shown_with_what_was_legal(
 def test_a_router_that_shows_another_state_than_its_facts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r1.json").write_text(document(MOVED, "failed"))
+    (tmp_path / "r1.json").write_text(document(MOVED, "failed"), encoding="utf-8")
 
     assert cli.main(["replay", str(tmp_path / "r1.json")]) == 1
     assert "refused: the router showed it in failed" in capsys.readouterr().out
@@ -428,7 +432,7 @@ def test_what_cannot_be_replayed_or_drawn_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("empty").write_text("nothing\n")
+    Path("empty").write_text("nothing\n", encoding="utf-8")
     legs = [record(row("connecting", "connected", "waiting", LEG), LEG, id="r1.1")]
     Path("log").write_bytes(as_lines([record(MOVED[0])] + (legs if "x.dot" in words else [])))
 
@@ -449,16 +453,20 @@ def drawn_arrows(text: str) -> Iterator[str]:
 
 
 def test_the_path_is_drawn_on_the_diagram(tmp_path: Path) -> None:
-    (tmp_path / "r1.json").write_text(document(MOVED, "finished"))
+    (tmp_path / "r1.json").write_text(document(MOVED, "finished"), encoding="utf-8")
 
     assert cli.main(["replay", str(tmp_path / "r1.json"), "--draw", str(tmp_path / "r.dot")]) == 0
     assert cli.main(["replay", str(tmp_path / "r1.json"), "--draw", str(tmp_path / "r.mmd")]) == 0
 
-    taken = [each for each in drawn_arrows((tmp_path / "r.dot").read_text()) if "#1565c0" in each]
+    taken = [
+        each
+        for each in drawn_arrows((tmp_path / "r.dot").read_text(encoding="utf-8"))
+        if "#1565c0" in each
+    ]
     assert len(taken) == len(MOVED)
     # Ended by `completed` from its own state, though the plain picture draws that from the box.
     assert any(each.startswith("streaming -> finished") and "6. compl" in each for each in taken)
-    assert "migrating --> resuming: 4. admitted" in (tmp_path / "r.mmd").read_text()
+    assert "migrating --> resuming: 4. admitted" in (tmp_path / "r.mmd").read_text(encoding="utf-8")
 
 
 @every_chart

@@ -39,7 +39,7 @@ COARSER = {
 
 
 def recordings(engine: str) -> Iterator[dict[str, Any]]:
-    for one in json.loads((TRACES / f"{engine}.json").read_text()):
+    for one in json.loads((TRACES / f"{engine}.json").read_text(encoding="utf-8")):
         if one["name"] not in BY_CHANCE | COARSER:
             yield one
 

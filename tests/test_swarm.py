@@ -145,7 +145,7 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
         env=os.environ | {"PYTHONHASHSEED": "77"},
         capture_output=True,
         check=True,
-        text=True,
+        encoding="utf-8",
     )
     different = [n for n, one in enumerate(there.stdout.split()) if one != here[n]]
     assert not different, f"runs of these seeds are not the same twice: {different}"

@@ -74,7 +74,7 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -134,7 +134,7 @@ def test_only_fire_moves_a_state() -> None:
     for path in modules():
         if name_of(path) == "statemachines.chart":
             continue
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef) and function.name != "__init__":
                 for node in ast.walk(function):
                     assert not _assigns_state(node), f"{path}:{getattr(node, 'lineno', 0)}"
@@ -147,7 +147,7 @@ def _assigns_state(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_modules_and_functions_are_rooms_one_can_see_across(path: Path) -> None:
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
 
     assert source.count("\n") <= MODULE_LINES_MAX
     for node in ast.walk(ast.parse(source)):
@@ -158,19 +158,40 @@ def test_modules_and_functions_are_rooms_one_can_see_across(path: Path) -> None:
 
 def test_modules_say_why_they_exist() -> None:
     for path in modules():
-        assert ast.get_docstring(ast.parse(path.read_text())) or not path.read_text(), path
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or not path.read_text(
+            encoding="utf-8"
+        ), path
 
 
 def test_tests_never_sleep_for_real() -> None:
     for path in sorted((ROOT / "tests").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "sleep":
                 is_real = isinstance(node.value, ast.Name) and node.value.id == "time"
                 assert not is_real, f"{path}:{node.lineno}"
 
 
 def test_the_tests_that_documents_name_are_there() -> None:
-    written = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "testing.md").read_text())
+    written = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "testing.md").read_text(encoding="utf-8"))
 
     assert [name for name in named if f"def {name}(" not in written] == []
+
+
+def test_text_is_utf_8_whatever_the_terminal_speaks() -> None:
+    """Python takes the locale's encoding where none is named, and that may be Latin-1."""
+    folders = (*PACKAGES, "tests", "benchmarks")
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Call) and _is_of_text(node):
+                named = {keyword.arg for keyword in node.keywords}
+                assert "encoding" in named, f"{path}:{node.lineno}"
+
+
+def _is_of_text(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    asks = any(
+        keyword.arg in ("text", "universal_newlines") and name in ("run", "Popen", "check_output")
+        for keyword in call.keywords
+    )
+    return asks or name in ("read_text", "write_text")

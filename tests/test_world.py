@@ -75,7 +75,7 @@ def pin(name: str, counted: tuple[int, int, str]) -> str:
 
 @pytest.mark.parametrize("name", PINNED)
 def test_a_pin_is_shown_as_it_is_pasted(name: str) -> None:
-    assert pin(name, PINNED[name]) in Path(__file__).read_text().splitlines()
+    assert pin(name, PINNED[name]) in Path(__file__).read_text(encoding="utf-8").splitlines()
 
 
 def test_the_check_covers_every_world() -> None:
@@ -97,7 +97,7 @@ DEEP_SIZES = {
 
 
 def test_the_page_has_the_same_numbers() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "statemachines.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (.+?) \| .+ \| ([\d,]+ \| [\d,]+) \|$", page, re.MULTILINE))
 
     assert rows == {

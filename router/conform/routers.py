@@ -279,14 +279,30 @@ def installed(one: Candidate, folder: str) -> Candidate:
         raise BadRouter(f"{one.name}: there is no {word} (--bin says where presets are)")
     if one.name == BATON.name:
         return one
-    first = Path(script).read_bytes().partition(b"\n")[0].decode("utf-8", "replace")
-    if not first.startswith("#!") or "python" not in first:
+    python = _python_of(Path(script))
+    if not python:
         return one
     asks = f"from importlib.metadata import version; print(version({one.name!r}))"
     asked = subprocess.run(
-        [*first[2:].split(), "-c", asks], capture_output=True, text=True, timeout=30, check=False
+        [*python, "-c", asks],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=30,
+        check=False,
     )
     return attrs.evolve(one, version=asked.stdout.strip() or one.version)
+
+
+def _python_of(script: Path) -> list[str]:
+    """The words that start the Python it is for; none where it is for none."""
+    lines = script.read_bytes()[:4096].decode("utf-8", "replace").splitlines()
+    first, second = (*lines, "", "")[:2]
+    if first == "#!/bin/sh" and second.startswith("'''exec' "):
+        # What pip writes for a path that is too long for the kernel, or has blanks.
+        word = second.split('"')[1:2]
+    else:
+        word = first[2:].split() if first.startswith("#!") else []
+    return word if "python" in " ".join(word) else []
 
 
 def _told(one: Candidate, setting: str, value: str) -> Candidate:

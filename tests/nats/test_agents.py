@@ -85,7 +85,7 @@ async def test_a_pre_stop_command_drains_the_running_agent_and_waits(world: Worl
         await f.until(lambda: len(movable.frames) > 2, 5)
 
         # As the kubelet runs it: the words of the example, and the variables of the pod.
-        found = re.search(r"preStop: .*command: (\[.*?\])", MANIFEST.read_text())
+        found = re.search(r"preStop: .*command: (\[.*?\])", MANIFEST.read_text(encoding="utf-8"))
         assert found is not None
         program, *words = json.loads(found[1])
         assert program == "baton"

@@ -15,8 +15,9 @@ SOMEBODYS = {
     "BATON_NATS": "nats://127.0.0.1:9",
     "HTTP_PROXY": "http://127.0.0.1:9",
     "ALL_PROXY": "http://127.0.0.1:9",
+    "PYTHONIOENCODING": "ascii",
 }
-"""For a router of their own, and for what is not on this machine."""
+"""For a router of their own, for what is not on this machine, and for an old terminal."""
 
 
 @pytest.mark.long
@@ -33,7 +34,7 @@ def test_every_scene_goes_as_told(words: list[str], said: list[str]) -> None:
         [sys.executable, "-m", "router", *words],
         env=os.environ | SOMEBODYS,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
     )

@@ -23,7 +23,7 @@ PASSWORD = "s3cret"
 def permitted() -> dict[str, tuple[str, str]]:
     """The rows of the table, as lists of a server's configuration: publish, subscribe."""
     found = {}
-    for line in DOCS.read_text().splitlines():
+    for line in DOCS.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] in ("routers", "agents") and len(cells) == 3:
             publish, subscribe = (re.findall("`([^`]+)`", cell) for cell in cells[1:])

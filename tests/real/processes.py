@@ -69,7 +69,7 @@ def members(session_id: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 if int(fields[3]) == session_id and fields[0] != "Z":
                     found.append(int(entry.name))
     return found
@@ -106,7 +106,7 @@ def wait_ready(
         return process.poll() is not None
 
     if not wait_until(settled, seconds, every=0.1) or process.poll() is not None:
-        tail = log_of(name).read_text(errors="replace")[-2000:]
+        tail = log_of(name).read_text(errors="replace", encoding="utf-8")[-2000:]
         raise NotReady(f"{name} is not ready (exit code {process.poll()}):\n{tail}")
 
 

@@ -49,10 +49,11 @@ class Tally:
     def publish(self) -> None:
         """Print it, and write it where documents are made of it."""
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(self.table())
+        FILE.write_text(self.table(), encoding="utf-8")
         details = [each for each in self.breaks if each.verdict is not Verdict.IDENTICAL]
         DETAILS.write_text(
-            "\n\n".join(f"{each.verdict.value} ({each.mode}) {each.detail}" for each in details)
+            "\n\n".join(f"{each.verdict.value} ({each.mode}) {each.detail}" for each in details),
+            encoding="utf-8",
         )
         print(f"\n{self.table()}")
 

@@ -18,7 +18,7 @@ PROMPTS = "24"
 
 def _curl(*words: str) -> subprocess.CompletedProcess[str]:
     command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "60", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
 
 def test_curl_streams(vllm_router: int) -> None:
@@ -52,7 +52,11 @@ def test_vllm_bench_serve_completes(vllm_engine: Engine, vllm_router: int) -> No
             *("--temperature", "0", "--ignore-eos"),
         ]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, **OFFLINE}
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            env={**os.environ, **OFFLINE},
         )
         assert done.returncode == 0, done.stderr[-2000:]
         assert re.search(rf"Successful requests:\s+{PROMPTS}\b", done.stdout), done.stdout

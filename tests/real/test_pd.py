@@ -91,8 +91,8 @@ class Report:
             took = f"{1000 * row.seconds:.1f} ms"
             lines.append(f"| {row.kind} | {row.event} | {row.answer} | {took} | {OWN[row.kind]} |")
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text("\n".join(lines) + "\n")
-        print("\n" + FILE.read_text())
+        FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print("\n" + FILE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
