@@ -19,6 +19,7 @@ from tests.routers import Router, standing_in
 from tests.test_replay import MOVED, as_lines, record
 
 ROOT = Path(__file__).resolve().parent.parent
+Plain = list[tuple[list[str], int, bytes, bytes]]
 CLOSED = [(0,), (1,), (2,), (0, 1, 2)]
 SECONDS = 30.0
 #: Of a worker, beyond ASCII as it may be.
@@ -52,11 +53,24 @@ class Started:
         return popen.returncode, out, err
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
     with standing_in() as stand_in:
         stand_in.answer = f'{{"workers":[{{"id":"{NAME}"}}]}}'.encode()
         yield stand_in
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("there")
+    (made / "log").write_bytes(as_lines([record(MOVED[0])]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def plainly(router: Router, folder: Path) -> Plain:
+    """Commands, with how they end and what they say where nothing is the matter."""
+    return [(words, *Started(words).end(folder)) for words in commands(router)]
 
 
 def commands(router: Router) -> list[list[str]]:
@@ -71,26 +85,22 @@ def commands(router: Router) -> list[list[str]]:
 
 @pytest.mark.parametrize("closed", CLOSED, ids=str)
 def test_closed_streams_change_no_exit_code_and_nothing_on_the_others(
-    closed: tuple[int, ...], router: Router, tmp_path: Path
+    closed: tuple[int, ...], plainly: Plain, folder: Path
 ) -> None:
-    (tmp_path / "log").write_bytes(as_lines([record(MOVED[0])]))
-    for words in commands(router):
-        code, out, err = Started(words).end(tmp_path)
+    for words, code, out, err in plainly:
         expected = code, b"" if 1 in closed else out, b"" if 2 in closed else err
 
-        assert (words, *Started(words, closed).end(tmp_path)) == (words, *expected)
+        assert (words, *Started(words, closed).end(folder)) == (words, *expected)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_characters_that_a_terminal_does_not_know_end_nothing(
-    encoding: str, router: Router, tmp_path: Path
+    encoding: str, plainly: Plain, folder: Path
 ) -> None:
-    (tmp_path / "log").write_bytes(as_lines([record(MOVED[0])]))
-    for words in commands(router):
-        code, out, err = Started(words).end(tmp_path)
+    for words, code, out, err in plainly:
         expected = code, out.decode().encode(encoding, "replace"), err
 
-        assert (words, *Started(words, encoding=encoding).end(tmp_path)) == (words, *expected)
+        assert (words, *Started(words, encoding=encoding).end(folder)) == (words, *expected)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc here")
