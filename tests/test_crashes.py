@@ -163,8 +163,8 @@ FLOOR = {
     "waking.Sweeper.wait",
     "waking.Waker._abandon",
 }
-#: One in so many, and others the next time: all of them take two minutes.
-SHARE = 4 if os.environ.get("CI") else 16
+#: One in so many, and others the next time: all of them take five minutes of one core.
+SHARE = 8 if os.environ.get("CI") else 16
 
 
 @pytest.mark.parametrize("name", SCENES)
