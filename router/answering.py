@@ -13,9 +13,10 @@ from router.errors import Refusal, nest_error
 from router.front import ClientChannel
 from router.headers import Headers
 from router.legs import Leg
-from router.openai import BUSY, GAVE_UP, judge_answer
+from router.openai import BUSY, judge_answer
 from router.relay import Ending, StreamRelay, WholeAnswer
 from router.ticket import Answer, Failure
+from router.traces import GAVE_UP, UNREADABLE, error_event, error_in_body
 from router.unpacking import NotPacked, encoding_of, unpack, unpacker_of, without_encoding
 
 
@@ -67,9 +68,6 @@ class Answering(Protocol):
 
     def survives(self, leg_fact: str) -> bool:
         """The leg is lost by this fact: end with what was there if that is all, or say no."""
-
-
-_UNREADABLE = "not what its content-encoding says"
 
 
 class StreamAnswering:
@@ -185,7 +183,7 @@ class StreamAnswering:
         relay = self._relay
         status = relay.judge.error_status
         self._leg.stream_outcome = "error_event"
-        self._leg.trace.meet(f"an error event of status {status}")
+        self._leg.trace.meet(error_event(status))
         if relay.released:
             failure = Failure(broken(), event=relay.error_event)
         else:
@@ -251,7 +249,7 @@ class WholeAnswering:
         if self._leg.is_error:
             self._meet_error(Answer.without_body(exchange.status, exchange.headers))
         else:
-            self._leg.trace.meet(_UNREADABLE)
+            self._leg.trace.meet(UNREADABLE)
             exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
 
     def _judge(self, body: bytes) -> None:
@@ -259,11 +257,12 @@ class WholeAnswering:
         verdict = judge_answer(exchange.route.family, body)
         exchange.count_tokens(verdict.prompt_tokens, verdict.completion_tokens)
         if verdict.error_status:
-            self._leg.trace.meet(f"an error of status {verdict.error_status} in its body")
+            self._leg.trace.meet(error_in_body(verdict.error_status))
             headers: Headers = [(b"content-type", b"application/json")]
             self._meet_error(Answer(verdict.error_status, headers, body))
         elif verdict.lies:
-            self._leg.trace.meet("JSON that ends too early" if verdict.is_short else GAVE_UP)
+            is_short = verdict.is_short
+            self._leg.trace.meet("JSON that ends too early" if is_short else GAVE_UP)
             exchange.lose(self._leg, "lied", "leg_lied", Failure(broken()))
         else:
             exchange.respond(body)
@@ -309,7 +308,7 @@ class PackedAnswering:
                 raise NotPacked("an unknown encoding")
             events = self._unpacker.feed(data)
         except NotPacked:
-            self._leg.trace.meet(_UNREADABLE)
+            self._leg.trace.meet(UNREADABLE)
             self._exchange.lose(self._leg, "broke", "leg_lost", Failure(broken()))
             return
         if events:

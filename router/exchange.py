@@ -125,6 +125,7 @@ class Exchange:
     def start(self, leg: Leg) -> None:
         """A leg begins; the deadlines of the attempt begin with it."""
         self.leg = leg
+        self.ticket.traces.append(leg.trace)
         self._answering = None
         self.queue_until = None
         self.clocks.go_to(behind_nats=leg.worker.is_behind_nats)
@@ -169,7 +170,7 @@ class Exchange:
         """No verdict on anybody: another form of it, or a worker that is reached by another way."""
         moving = self.ticket.moving
         if moving is not None and moving.can_rephrase:
-            self.refuse_unfaithful(leg)
+            self._refuse_form(leg)
             return
         failure = Failure(too_large(limit))
         if self.ticket.state is S.DISPATCHING and not self.observer.has_other_way(self):
@@ -274,10 +275,13 @@ class Exchange:
                 leg.stream_outcome = None
 
     def refuse_unfaithful(self, leg: Leg) -> None:
-        """This form will not do: the worker went on with something else, or never got it."""
-        if not leg.trace.detail:  # else it is that it was too large to be sent
-            leg.trace.was_in_vain = True
-            leg.trace.meet("did not go on where the stream had ended")
+        """The worker went on with something else."""
+        leg.trace.was_in_vain = True
+        leg.trace.meet("did not go on where the stream had ended")
+        self._refuse_form(leg)
+
+    def _refuse_form(self, leg: Leg) -> None:
+        """This form of the continuation will not do; there may be another."""
         self.lose(leg, "let_go", "rejected", Failure(broken()))
 
     def hand_back(self, leg: Leg) -> None:

@@ -21,8 +21,6 @@ from router.sse import data_of
 #: Finish reasons by which an engine says that it gave up: vLLM sends `abort` on shutdown and
 #: documents `error` as an internal failure; SGLang sends `abort` for /abort_request.
 LYING_FINISHES = frozenset({"abort", "error"})
-#: The same for people.
-GAVE_UP = "a finish by which the engine gave up"
 #: Statuses of a worker that has no room now.
 BUSY = frozenset({429, 503})
 

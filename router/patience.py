@@ -14,6 +14,7 @@ from router.clocks import is_due
 from router.errors import Refusal
 from router.legs import Leg
 from router.ticket import Failure
+from router.traces import UNREACHED, no_first_token
 from statemachines.leg import LegState
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 #: How often a silent stream's worker is looked at again.
 SUSPECT_AGAIN_SECONDS = 1.0
-UNREACHED = "silent, and nobody reaches its worker"
 
 
 def meet_deadline(exchange: Exchange, now: float) -> None:
@@ -71,7 +71,7 @@ def _meet_stall(exchange: Exchange, leg: Leg) -> None:
         refusal = Refusal("stream_idle_timeout", f"The worker was silent for {seconds:g} s.")
     else:
         seconds = deadlines.first_token
-        detail = f"no first token within {seconds:g} s"
+        detail = no_first_token(seconds)
         refusal = Refusal("first_token_timeout", f"No first token within {seconds:g} s.")
     leg.trace.meet(detail)
     exchange.lose(leg, "stalled", "leg_stalled", Failure(refusal))

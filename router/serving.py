@@ -319,7 +319,6 @@ class Serving:
             listeners=self._leg_listeners,
             now=self.reactor.now,
         )
-        ticket.traces.append(leg.trace)
         exchange.start(leg)
         exchange.fire("admitted")
         return leg

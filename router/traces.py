@@ -10,6 +10,27 @@ from attrs import define
 
 from statemachines.leg import LegState
 
+#### What is met by single workers and by both halves of a pair, in words for people
+
+GAVE_UP = "a finish by which the engine gave up"
+UNREACHED = "silent, and nobody reaches its worker"
+UNREADABLE = "not what its content-encoding says"
+
+
+def error_event(status: int) -> str:
+    return f"an error event of status {status}"
+
+
+def error_in_body(status: int) -> str:
+    return f"an error of status {status} in its body"
+
+
+def no_first_token(seconds: float) -> str:
+    return f"no first token within {seconds:g} s"
+
+
+#### The trace
+
 #: A leg in these states has cost its request an attempt, or more.
 _LOST = frozenset({LegState.BROKEN, LegState.PUSHED_BACK, LegState.CRASHED})
 

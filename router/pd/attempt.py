@@ -21,7 +21,7 @@ from router.errors import Refusal
 from router.exchange import Exchange
 from router.headers import Headers, find, to_worker
 from router.legs import Leg, LegListener, LegObserver
-from router.patience import SUSPECT_AGAIN_SECONDS, UNREACHED
+from router.patience import SUSPECT_AGAIN_SECONDS
 from router.pd.aborts import Aborts, DecodeWatch
 from router.pd.logprobs import PromptLogprobs
 from router.pd.merging import MergingAnswering
@@ -30,6 +30,7 @@ from router.pd.prefill import Counter, Prefill
 from router.pd.shaping import Reading, shape_decode
 from router.pd.verdict import Handoff, Verdict
 from router.ticket import Failure, Ticket
+from router.traces import UNREACHED, no_first_token
 from router.wires.line import Line, never
 from router.worker import Worker
 from statemachines.leg import LegState, told_by_prefill
@@ -232,7 +233,7 @@ class PairAttempt:
         seconds = self.exchange.clocks.deadlines.first_token
         message = f"No first token within {seconds:g} s."
         if self.orders.is_serial:
-            detail = f"no first token within {seconds:g} s"
+            detail = no_first_token(seconds)
             prefill.lose("stalled", Refusal("first_token_timeout", message), detail)
             return
         # Decode is not to blame, and prefill's own time is not over: it books its end itself.
@@ -335,7 +336,6 @@ class PairAttempt:
             now=exchange.now,
         )
         leg.rank = self.orders.decode_rank
-        exchange.ticket.traces.append(leg.trace)
         exchange.start(leg)
         self._send(leg, body, self.orders.decode_rank)
 

@@ -15,10 +15,11 @@ from attrs import frozen
 
 from router.errors import Refusal, nest_error
 from router.headers import Headers, find
-from router.openai import BUSY, GAVE_UP, Judge, Sign
+from router.openai import BUSY, Judge, Sign
 from router.pd.shaping import handoff_of
 from router.sse import EventReader, EventTooLarge, data_of
 from router.ticket import Answer, Failure
+from router.traces import GAVE_UP, error_event, error_in_body
 
 #: Of an error's body, and of a whole answer, as much as this is kept.
 KEPT_BYTES_MAX = 16 * 1024 * 1024
@@ -181,8 +182,7 @@ class _EventsReading:
         sign = judge.read(event)
         if sign is Sign.ERROR:
             answer = Answer(judge.error_status, _JSON, nest_error(judge.error_body))
-            detail = f"an error event of status {answer.status}"
-            return _judged(answer, "error_event", detail)
+            return _judged(answer, "error_event", error_event(answer.status))
         # `[DONE]` without a finish is a lie of decode's only: nothing hangs on prefill's.
         if sign is Sign.LIE and not judge.done:
             return _GAVE_UP
@@ -214,8 +214,7 @@ class _WholeReading:
         found = _judge_whole(self._family, body)
         if found.error_status:
             answer = Answer(found.error_status, _JSON, nest_error(found.error_body))
-            detail = f"an error of status {answer.status} in its body"
-            return _judged(answer, "error_event", detail)
+            return _judged(answer, "error_event", error_in_body(answer.status))
         if found.lies:
             return _GAVE_UP
         if self._handoff == "none" and not found.is_answer and self._is_judged():
